@@ -20,11 +20,11 @@ import psutil
 from common import OUT, machine, median, say, table, write_out
 
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
-from elastic_trainer.snapshots import mac
-from elastic_trainer.snapshots.image import PAGE, Header, Image, encode_index, place
-from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
-from elastic_trainer.snapshots.wire import Authenticate
+from elastic_trainer.state.snapshots import mac
+from elastic_trainer.state.snapshots.image import PAGE, Header, Image, encode_index, place
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
+from elastic_trainer.state.snapshots.wire import Authenticate
+from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
 
 KEY = bytes(KEY_BYTES)
 MEMORY = Path("/dev/shm")  # noqa: S108  where images are

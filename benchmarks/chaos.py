@@ -37,7 +37,7 @@ import psutil
 from common import OUT, ROOT, environment, machine, say, table, write_out
 from peers import PeerCluster, Steps, completed, trains_whole
 
-from launcher.ops.local.faults import Chaos, ChaosSchedule
+from launcher.local.faults import Chaos, ChaosSchedule
 from launcher.record.files import RunRecord
 
 NODES = 4

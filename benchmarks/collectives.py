@@ -40,24 +40,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_trainer.anomalies import FINE
-from elastic_trainer.config import (
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.plan.anomalies import FINE
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.parallel.apply import initialise
-from elastic_trainer.training.engine import Engine
-from elastic_trainer.training.feed import MicroBatch
-from elastic_trainer.training.optimizer import build_optimizer
-from elastic_trainer.training.session import Agreed
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.optimizer import build_optimizer
+from elastic_trainer.train.session import Agreed
+from elastic_trainer.train.trainer import Trainer
+from elastic_trainer.worker.heartbeat import Request
 
 _FORK = multiprocessing.get_context("fork")
 SHAPE = ModelShape(num_layers=4, dim=64, num_heads=8, num_kv_heads=4, ffn_dim=160, vocab_size=512)

@@ -17,7 +17,7 @@ import click
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launcher.installed import installed_version  # noqa: E402
+from launcher.platforms.installed import installed_version  # noqa: E402
 
 OUT = click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result to it."

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.diagnosis.judge import HEALTHY, Diagnosis, judge
-from launcher.diagnosis.scan import scan
+from launcher.doctor.judge import HEALTHY, Diagnosis, judge
+from launcher.doctor.scan import scan
 
 SPEED_MB = 192
 

@@ -50,9 +50,9 @@ from elastic_trainer.agent.membership.table import Members
 from elastic_trainer.agent.wire import client as client_module
 from elastic_trainer.agent.wire.client import MembershipClient
 from elastic_trainer.agent.wire.network import BACKLOG, Endpoint, NetworkThread
-from elastic_trainer.agent.wire.secret import Badge, make_secret
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.worker.secret import Badge, make_secret
 
 PROCESSES = 2
 AGENTS_EACH = 1024

@@ -28,10 +28,10 @@ from typing import Final, NamedTuple
 import click
 from common import table
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from launcher.hardware import device_memory_gib
-from launcher.memory import FRAGMENTATION, GIB, HOLDFAST, Stack, Work, fullest_rank
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from launcher.spec.hardware import device_memory_gib
+from launcher.spec.memory import FRAGMENTATION, GIB, HOLDFAST, Stack, Work, fullest_rank
 
 Row = Mapping[str, str]
 

@@ -35,29 +35,25 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-import elastic_trainer.mixture
-import elastic_trainer.model
+import elastic_trainer.model.decoder
+import elastic_trainer.model.mixture
 import elastic_trainer.parallel.apply
 import elastic_trainer.parallel.context
-from elastic_trainer.config import (
+from elastic_trainer.parallel import float8
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS
-from elastic_trainer.parallel import float8
-from elastic_trainer.training import engine
-from elastic_trainer.training.feed import MicroBatch
-from elastic_trainer.training.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    gradient_square_sum,
-)
-from launcher.memory import GIB, Work, rank_bytes
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS
+from elastic_trainer.train import engine
+from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
+from launcher.spec.memory import GIB, Work, rank_bytes
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -297,9 +293,9 @@ def _as_on_a_gpu() -> None:
         float8.use_float8(block, emulated=False)
 
     elastic_trainer.parallel.apply.use_float8 = use_float8
-    elastic_trainer.mixture.Experts.compute = compute
+    elastic_trainer.model.mixture.Experts.compute = compute
     Tensor.bincount = bincount
-    elastic_trainer.model.attend = attend
+    elastic_trainer.model.decoder.attend = attend
     elastic_trainer.parallel.context.attend = attend
     nn.RMSNorm.forward = norm
 

@@ -23,10 +23,10 @@ from typing import NamedTuple, Self, TypeVar
 import psutil
 from common import ROOT, environment, say
 
-from elastic_trainer.events import Event
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
+from elastic_trainer.record.events import Event
+from launcher.plan.search import plan
 from launcher.render.local import render_local
+from launcher.spec.reading import load_spec
 
 _Found = TypeVar("_Found")
 

@@ -54,7 +54,7 @@ from peers import (
     why_not,
 )
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.files import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4

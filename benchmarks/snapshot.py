@@ -37,10 +37,10 @@ from common import OUT, machine, say, table, write_out
 from snapshot_training import middle, training, write_job
 from state_world import State, keepers, prove, render, timed, world
 
-from elastic_trainer.agent.wire.secret import KEY_BYTES
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.state import live_tensors
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.state import live_tensors
+from elastic_trainer.worker.secret import KEY_BYTES
 
 MEMORY = Path("/dev/shm")  # noqa: S108  what is measured
 SIZES = {1: 50, 8: 50, 64: 20, 256: 10, 1024: 5}

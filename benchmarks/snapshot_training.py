@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from common import ROOT, environment, say, table
 
-from elastic_trainer.models import ModelShape
+from elastic_trainer.plan.models import ModelShape
 from launcher.record.files import RunRecord
 
 WARM_UP, WINDOW_S, START_S = 10, 20.0, 180.0

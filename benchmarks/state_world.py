@@ -24,24 +24,24 @@ import torch
 import torch.distributed as dist
 
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.saver import CheckpointPolicy
-from elastic_trainer.checkpoint.state import create_optimizer_state
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
-from elastic_trainer.training.engine import Engine
-from elastic_trainer.training.optimizer import build_optimizer
-from launcher.backends.processes import die_with_parent
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer
+from elastic_trainer.state.state import create_optimizer_state
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.optimizer import build_optimizer
+from elastic_trainer.worker.rank_grid import RankGrid
+from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
+from launcher.plan.search import plan
+from launcher.platforms.processes import die_with_parent
 from launcher.render.local import render_local
+from launcher.spec.reading import load_spec
 
 FORK = mp.get_context("fork")
 CPU = torch.device("cpu")

@@ -41,7 +41,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from elastic_trainer.config import (
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -49,15 +50,14 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.parallel.apply import initialise
-from elastic_trainer.training.determinism import make_deterministic
-from elastic_trainer.training.engine import Engine
-from elastic_trainer.training.feed import MicroBatch
-from elastic_trainer.training.metrics import utilisation
-from elastic_trainer.training.optimizer import build_optimizer, clip_gradients, gradient_square_sum
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.train.determinism import make_deterministic
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.metrics import utilisation
+from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 
 ONE_B = ModelShape(
     num_layers=16, dim=2048, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256

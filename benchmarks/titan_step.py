@@ -26,8 +26,8 @@ from torchtitan.models import llama3
 from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
 
 SPMD = "partial_dtensor"
 """Not torchtitan's default, spmd_types: FSDP2 of torch 2.13 refuses the plain tensors it makes."""

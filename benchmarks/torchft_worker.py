@@ -22,11 +22,11 @@ import torch
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchrun_worker import losses
 
-from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
-from elastic_trainer.model import Decoder, rope_table
+from elastic_trainer.model.decoder import Decoder, rope_table
 from elastic_trainer.parallel.apply import initialise
-from elastic_trainer.training.optimizer import build_optimizer
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.train.optimizer import build_optimizer
 
 
 def main() -> None:

@@ -22,14 +22,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import Corpus, open_corpus
 from elastic_trainer.data.index import micro_batch_samples
-from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
-from elastic_trainer.model import Decoder, rope_table
+from elastic_trainer.model.decoder import Decoder, rope_table
 from elastic_trainer.parallel.apply import initialise, parallelize
 from elastic_trainer.parallel.mesh import build_meshes
-from elastic_trainer.training.optimizer import build_optimizer
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.train.optimizer import build_optimizer
 
 
 def main() -> None:

@@ -29,18 +29,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_trainer.failures import EXIT_SAVED
-from elastic_trainer.heartbeat import Request, Section
-from elastic_trainer.ladder import Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.progress import ApiError, step_counter
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.failures import EXIT_SAVED
+from elastic_trainer.worker.heartbeat import Request, Section
+from elastic_trainer.worker.progress import ApiError, step_counter
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
-    from elastic_trainer.training.script_state import Sharding
+    from elastic_trainer.train.script_checkpointer import ScriptCheckpointer
+    from elastic_trainer.train.script_state import Sharding
 
     Extra = Mapping[str, torch.Tensor | Stateful]
 
@@ -140,7 +140,7 @@ class Run:
             if self.rank == 0:
                 sys.stderr.write("holdfast: no agent runs this script: nothing is kept or asked\n")
             return
-        from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
+        from elastic_trainer.train.script_checkpointer import ScriptCheckpointer
 
         name = name or str(len(self._names) + 1)
         earlier = before._follows(name) if before else None  # noqa: SLF001  of our own
@@ -206,7 +206,7 @@ class Run:
             Completed steps of what was loaded; 0 where there is nothing, or no agent.
 
         Raises:
-            elastic_trainer.checkpoint.errors.CheckpointError: there is state and none is valid.
+            elastic_trainer.state.errors.CheckpointError: there is state and none is valid.
             ApiError: HF532, plain tensors differ between ranks; HF533, what was kept of an object
                 is missing or does not fit; HF534, its state dict cannot be kept; HF537, ranks
                 begin different trainings; HF538, it cannot be told which one of the run this is.

@@ -25,20 +25,20 @@ from rich.table import Table
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout, layout_label
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout, layout_label
+from elastic_trainer.record.events import Event
 from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
-from launcher.errors import HoldfastError
-from launcher.ops.local.job import AttemptResult, Prepared, execute, prepare_new
-from launcher.ops.local.run import Interrupts
-from launcher.ops.reports.data import report_data, seconds_text
-from launcher.ops.reports.report import write_report
-from launcher.ops.run_dir import create
-from launcher.ops.views import LiveView, PlainView, View
+from launcher.local.job import AttemptResult, Prepared, execute, prepare_new
+from launcher.local.run import Interrupts
 from launcher.record import timeline
 from launcher.record.status import TrainingStatus
+from launcher.runs.reports.data import report_data, seconds_text
+from launcher.runs.reports.report import write_report
+from launcher.runs.run_dir import create
+from launcher.runs.views import LiveView, PlainView, View
+from launcher.spec.errors import HoldfastError
 
 JOB = Path(__file__).with_name("demo.yaml")
 CORPUS_BYTES = 4_000_000

@@ -11,7 +11,7 @@ from launcher.api import (
     submit,
     submit_sweep,
 )
-from launcher.errors import HoldfastError, PlatformError, TemporaryError, UserError
+from launcher.spec.errors import HoldfastError, PlatformError, TemporaryError, UserError
 
 __all__ = [
     "FailedRunError",

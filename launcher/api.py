@@ -23,22 +23,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import HoldfastError, Problem, UserError
-from launcher.jobspec.reading import load_spec as load_job
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan, plan
+from launcher.plan.search import Plan, plan
+from launcher.platforms.sites import Site, find_site
+from launcher.platforms.targets import target_named
 from launcher.render.bundle import Bundle
-from launcher.sites import Site, find_site
-from launcher.targets import target_named
+from launcher.spec.errors import HoldfastError, Problem, UserError
+from launcher.spec.reading import load_spec as load_job
+from launcher.spec.spec import JobSpec
 
 if TYPE_CHECKING:
-    from launcher.backends.base import Backend
-    from launcher.ops.runs import Run as Found
-    from launcher.ops.submitting.cancelling import Cancelled
-    from launcher.ops.submitting.resume import Restarted, Resumed
-    from launcher.ops.watching.follow_logs import Line
-    from launcher.ops.watching.run_status import RunStatus
-    from launcher.ops.watching.why import Why
+    from launcher.doctor.why import Why
+    from launcher.platforms.base import Backend
+    from launcher.runs.runs import Run as Found
+    from launcher.runs.submitting.cancelling import Cancelled
+    from launcher.runs.submitting.resume import Restarted, Resumed
+    from launcher.runs.watching.follow_logs import Line
+    from launcher.runs.watching.run_status import RunStatus
 
 __all__ = [
     "FailedRunError",
@@ -157,7 +157,7 @@ def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
     Raises:
         UserError: HF613 there is none; HF651 several; HF206 its platform is not known here.
     """
-    from launcher.ops.runs import find_run
+    from launcher.runs.runs import find_run
 
     return Run(find_run(str(name), Path(folder)))
 
@@ -184,7 +184,7 @@ class Run:
         warnings: Sequence[Problem] = (),
     ) -> None:
         """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
-        from launcher.ops.watching.run_status import target_of
+        from launcher.runs.watching.run_status import target_of
 
         self.target = target_of(submitted)
         self.submitted = submitted
@@ -210,20 +210,20 @@ class Run:
     @property
     def job_id(self) -> str | None:
         """The platform's name of the job that carries the run now; None: it has none."""
-        from launcher.ops.runs import current_job
+        from launcher.runs.runs import current_job
 
         return current_job(self.submitted).id or None
 
     def status(self) -> RunStatus:
         """Return where the run stands: `state`, the platform's word, the run's own record."""
-        from launcher.ops.watching.run_status import run_statuses
+        from launcher.runs.watching.run_status import run_statuses
 
         [status] = run_statuses([self.submitted], {self.target: self.backend})
         return status
 
     def why(self) -> Why:
         """Return why the run is where it is: why it waits, or what failed first."""
-        from launcher.ops.watching.why import explain
+        from launcher.doctor.why import explain
 
         status = self.status()
         return explain(status, self.backend.output_files(status.job), now_unix=time.time())
@@ -234,7 +234,7 @@ class Run:
         Raises:
             TimeoutError: it has not within so many seconds; it continues.
         """
-        from launcher.ops.watching.watch import Watch
+        from launcher.runs.watching.watch import Watch
 
         Watch(run=self.submitted, backend=self.backend, say=_nothing).wait(timeout_s)
         return self.status()
@@ -246,8 +246,8 @@ class Run:
             FailedRunError: it has ended before.
             TimeoutError: it has not ended within so many seconds; it continues.
         """
-        from launcher.backends.base import JobState
-        from launcher.ops.summary_file import current_summary
+        from launcher.platforms.base import JobState
+        from launcher.runs.summary_file import current_summary
 
         if self.wait(timeout_s).state is not JobState.DONE:
             raise FailedRunError(self.why())
@@ -274,10 +274,10 @@ class Run:
             pattern: omit lines in which it is not found.
             say: shows what the platform does with the job, while it is followed.
         """
-        from launcher.ops.fetching import fetched
-        from launcher.ops.runs import current_job
-        from launcher.ops.watching.follow_logs import LineFilter, LogReader, Selection
-        from launcher.ops.watching.watch import Watch
+        from launcher.runs.fetching import fetched
+        from launcher.runs.runs import current_job
+        from launcher.runs.watching.follow_logs import LineFilter, LogReader, Selection
+        from launcher.runs.watching.watch import Watch
 
         reader = LogReader(
             self.path,
@@ -304,7 +304,7 @@ class Run:
         Raises:
             UserError: HF612 the run directory cannot be written.
         """
-        from launcher.ops.submitting.cancelling import Canceller, save_time_s
+        from launcher.runs.submitting.cancelling import Canceller, save_time_s
 
         canceller = Canceller(
             run=self.submitted,
@@ -334,7 +334,7 @@ class Run:
             UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change
                 more.
         """
-        from launcher.ops.submitting.resume import resume
+        from launcher.runs.submitting.resume import resume
 
         done = resume(
             self.submitted,
@@ -349,8 +349,8 @@ class Run:
 
     def restart(self, *, say: Say | None = None) -> Restarted:
         """Let the run save and start again, on as many nodes as it was submitted with."""
-        from launcher.ops.runs import find_run
-        from launcher.ops.submitting.resume import restart
+        from launcher.runs.runs import find_run
+        from launcher.runs.submitting.resume import restart
 
         done = restart(self.submitted, self.backend, say=say or _nothing)
         self.submitted = replace(find_run(str(self.path), self.path.parent), shown=self.shown)
@@ -367,8 +367,8 @@ def _submit(
     run_dir: str | Path | None,
     force: bool,
 ) -> list[Run]:
-    from launcher.ops.submitting.submit import prepare
-    from launcher.ops.submitting.submit import submit as submit_prepared
+    from launcher.runs.submitting.submit import prepare
+    from launcher.runs.submitting.submit import submit as submit_prepared
 
     if site is not None and site.ssh is not None:
         raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from elastic_trainer.cpu_list import parse_cpus
-from elastic_trainer.gpus import QUERY, Gpu, answering
+from elastic_trainer.plan.gpus import QUERY, Gpu, answering
+from elastic_trainer.worker.cpu_list import parse_cpus
 
 NUMA_TIMEOUT_S = 120.0
 """For importing torch and making a context of CUDA on each GPU."""

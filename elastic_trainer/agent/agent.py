@@ -96,8 +96,9 @@ from elastic_trainer.agent.workers.settings import (
 from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.agent.workers.voice import Voice
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import (
+from elastic_trainer.plan.gpus import named
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.failures import (
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
@@ -105,8 +106,7 @@ from elastic_trainer.failures import (
     Failure,
     Kind,
 )
-from elastic_trainer.gpus import named
-from elastic_trainer.heartbeat import Beat, Request
+from elastic_trainer.worker.heartbeat import Beat, Request
 
 ZYGOTES_LOST = 4
 """So many in a row a node may lose and stay, if workers have run on it; else one."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
 
 FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
 """infiniband, roce or efa; set beside NCCL's variables."""

@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.agent.wire.secret import AuthError
-from elastic_trainer.snapshots import mac
-from elastic_trainer.snapshots.errors import NoRoomError, PeerError, TornImageError
-from elastic_trainer.snapshots.image import NUM_SLOTS, PAGE, Header, Image, file_name, parse_name
-from elastic_trainer.snapshots.room import no_room
-from elastic_trainer.snapshots.wire import Authenticate, Channel
+from elastic_trainer.state.snapshots import mac
+from elastic_trainer.state.snapshots.errors import NoRoomError, PeerError, TornImageError
+from elastic_trainer.state.snapshots.image import (
+    NUM_SLOTS,
+    PAGE,
+    Header,
+    Image,
+    file_name,
+    parse_name,
+)
+from elastic_trainer.state.snapshots.room import no_room
+from elastic_trainer.state.snapshots.wire import Authenticate, Channel
+from elastic_trainer.worker.secret import AuthError
 
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64

@@ -10,9 +10,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from elastic_trainer import fresh_process as fresh_process  # noqa: PLC0414  first of all
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.no_threads import no_threads
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.worker import fresh_process as fresh_process  # noqa: PLC0414  first of all
+from elastic_trainer.worker.no_threads import no_threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from elastic_trainer.agent.command.options import parse
     from elastic_trainer.agent.fabric import FabricError
     from elastic_trainer.agent.node import die_of_a_thread, run
-    from elastic_trainer.agent.wire.secret import SecretError
     from elastic_trainer.board.open_board import BoardPlaceError
-    from elastic_trainer.storage_probe import StorageError
+    from elastic_trainer.storage.storage_probe import StorageError
+    from elastic_trainer.worker.secret import SecretError
 
     if argv is None:
         threading.excepthook = die_of_a_thread

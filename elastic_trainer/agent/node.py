@@ -31,13 +31,6 @@ from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.agent.wire.secret import (
-    Secret,
-    SecretError,
-    adopt_secret,
-    authenticate,
-    make_secret,
-)
 from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
 from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
@@ -49,17 +42,24 @@ from elastic_trainer.agent.workers.voice import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
-from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
-from elastic_trainer.config import METRICS_TARGETS
-from elastic_trainer.cpu_list import cpu_list
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import EXIT_DONE, EXIT_FAILED
-from elastic_trainer.gpus import Gpu
-from elastic_trainer.name_service import ask_for_a_name
-from elastic_trainer.open_files import open_files
-from elastic_trainer.script_steps import WRITER
-from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL
-from elastic_trainer.storage_probe import probe_storage
+from elastic_trainer.plan.config import METRICS_TARGETS
+from elastic_trainer.plan.gpus import Gpu
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.failures import EXIT_DONE, EXIT_FAILED
+from elastic_trainer.record.script_steps import WRITER
+from elastic_trainer.state.snapshots.peer import IMAGES, KEEPER_LABEL
+from elastic_trainer.storage.storage_probe import probe_storage
+from elastic_trainer.worker.code_path import CODE, SOURCE, frozen_python_path
+from elastic_trainer.worker.cpu_list import cpu_list
+from elastic_trainer.worker.name_service import ask_for_a_name
+from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.secret import (
+    Secret,
+    SecretError,
+    adopt_secret,
+    authenticate,
+    make_secret,
+)
 
 AUTHENTICATE_S = 5.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -48,13 +48,13 @@ from elastic_trainer.agent.membership.terms import layout_terms
 from elastic_trainer.agent.wire.addresses import local_address
 from elastic_trainer.agent.wire.client import MembershipClient
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
-from elastic_trainer.agent.wire.secret import Badge, Secret, make_secret
 from elastic_trainer.agent.wire.store import EpochStore, parse_ports
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.board.state import Board
-from elastic_trainer.failures import Action, Failure, Kind
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.failures import Action, Failure, Kind
+from elastic_trainer.worker.heartbeat import Request
+from elastic_trainer.worker.secret import Badge, Secret, make_secret
 
 BACKEND = "holdfast"
 """For torchrun's --rdzv-backend."""

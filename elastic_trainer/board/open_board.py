@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.atomic_file import publish, write_atomic
 from elastic_trainer.board.file_board import HEAL_S, FileBoard
 from elastic_trainer.board.state import Board, BoardState, Token
-from elastic_trainer.fresh_look import look_afresh
-from elastic_trainer.regular_file import read_regular
+from elastic_trainer.storage.atomic_file import publish, write_atomic
+from elastic_trainer.storage.fresh_look import look_afresh
+from elastic_trainer.storage.regular_file import read_regular
 
 BOARD_VARIABLE: Final = "HOLDFAST_BOARD"
 """Names the board to agents, workers and `launcher.node`."""

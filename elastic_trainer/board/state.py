@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from elastic_trainer.anomalies import Record
-from elastic_trainer.lineage import Lineage
-from elastic_trainer.typed import check_types, parse_json
+from elastic_trainer.plan.anomalies import Record
+from elastic_trainer.record.lineage import Lineage
+from elastic_trainer.record.typed import check_types, parse_json
 
 BOARD_VERSION = 1
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_trainer.config import DataSection
 from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.index import window_of
 from elastic_trainer.data.megatron import read_megatron
@@ -18,6 +17,7 @@ from elastic_trainer.data.pin import pin
 from elastic_trainer.data.sft import read_sft
 from elastic_trainer.data.source import Array, Source, Tokens, Window, Windows
 from elastic_trainer.data.text import read_text
+from elastic_trainer.plan.config import DataSection
 
 IGNORED: Final = -100
 """Target of a token that counts nothing: cross_entropy's own default."""

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 
 class Adapted(int):

@@ -17,14 +17,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from elastic_trainer.checkpoint.state import clean_name
-from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
+from elastic_trainer.model.decoder import CausalAttention, Decoder, ModelError, initial_rows
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.experts import SplitExperts, split_experts
 from elastic_trainer.parallel.float8 import use_float8
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
-from elastic_trainer.torch_private import (
+from elastic_trainer.state.state import clean_name
+from elastic_trainer.worker.torch_private import (
     checkpoint_wrapper,
     compute_local_shape_and_global_offset,
 )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_trainer.model import attend
-from elastic_trainer.torch_private import all_gather_single_autograd
+from elastic_trainer.model.decoder import attend
+from elastic_trainer.worker.torch_private import all_gather_single_autograd
 
 
 def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:

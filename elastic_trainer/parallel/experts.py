@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_trainer.mixture import Experts
-from elastic_trainer.torch_private import all_to_all_single_autograd
+from elastic_trainer.model.mixture import Experts
+from elastic_trainer.worker.torch_private import all_to_all_single_autograd
 
 
 class SplitExperts(Experts):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from elastic_trainer.model import ModelError
+from elastic_trainer.model.decoder import ModelError
 
 
 def use_float8(block: nn.Module, *, emulated: bool) -> None:

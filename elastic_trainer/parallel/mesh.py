@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.rank_grid import connected_when_used
-from elastic_trainer.torch_private import concatenate, connect_nccl, flatten, set_timeout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.worker.rank_grid import connected_when_used
+from elastic_trainer.worker.torch_private import concatenate, connect_nccl, flatten, set_timeout
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

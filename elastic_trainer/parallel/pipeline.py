@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from elastic_trainer.model import Decoder
-from elastic_trainer.stages import StageSpan
+from elastic_trainer.model.decoder import Decoder
+from elastic_trainer.plan.stages import StageSpan
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits, targets) of one micro-batch -> the scalar whose gradient is wanted."""

@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elastic_trainer.data import IGNORED
-from elastic_trainer.model import Decoder, ModelError
-from elastic_trainer.torch_private import (
+from elastic_trainer.model.decoder import Decoder, ModelError
+from elastic_trainer.worker.torch_private import (
     all_gather_single_autograd,
     all_reduce,
     reduce_scatter_single_autograd,

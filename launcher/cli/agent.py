@@ -8,7 +8,7 @@ import sys
 import click
 
 from launcher.cli.common import AsGiven
-from launcher.installed import need
+from launcher.platforms.installed import need
 
 
 @click.command(cls=AsGiven, add_help_option=False, options_metavar="[FLAGS]")

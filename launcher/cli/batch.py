@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from launcher.cli.common import EXIT_DONE, AsGiven, exit_with_problems
-from launcher.errors import UserError, writing
+from launcher.spec.errors import UserError, writing
 
 if TYPE_CHECKING:
-    from launcher.render.wrapped_ending import Ending
+    from launcher.wrap.wrapped_ending import Ending
 
 
 @click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
@@ -29,8 +29,8 @@ def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
     In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
     it.
     """
-    from launcher.render.wrapped import is_pod
-    from launcher.render.wrapped_ending import signalled
+    from launcher.wrap.wrapped import is_pod
+    from launcher.wrap.wrapped_ending import signalled
 
     argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
@@ -50,16 +50,16 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
     Raises:
         UserError: HF169, HF678, or why there can be no run.
     """
-    from launcher.atomic_file import write_atomic
-    from launcher.backends.slurm.parse import expand_nodes
-    from launcher.interpreter import agents_python
-    from launcher.jobspec.reading import load_spec
     from launcher.node.attempt import Attempt
-    from launcher.ops import run_dir as run_dirs
-    from launcher.ops.runs import is_run
-    from launcher.planning.search import plan
+    from launcher.plan.search import plan
+    from launcher.platforms.slurm.parse import expand_nodes
+    from launcher.record.atomic_file import write_atomic
     from launcher.render.local import render_local
-    from launcher.render.wrapped import job_of, launch_of, script_of
+    from launcher.runs import run_dir as run_dirs
+    from launcher.runs.runs import is_run
+    from launcher.spec.reading import load_spec
+    from launcher.wrap.interpreter import agents_python
+    from launcher.wrap.wrapped import job_of, launch_of, script_of
 
     launch = launch_of(argv, env)
     spec = load_spec(job_of(launch, env, ending))
@@ -99,11 +99,11 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
     Raises:
         UserError: HF169, HF674, or why there can be no run.
     """
-    from launcher.jobspec.reading import load_spec
     from launcher.node.pod_env import PodEnv
-    from launcher.planning.search import plan
+    from launcher.plan.search import plan
     from launcher.render.local import render_local
-    from launcher.render.wrapped import job_of, launch_of
+    from launcher.spec.reading import load_spec
+    from launcher.wrap.wrapped import job_of, launch_of
 
     PodEnv.of(env)
     launch = launch_of(argv, env)
@@ -133,8 +133,8 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
     Raises:
         OSError, ValueError: the storage or the board cannot be read or written.
     """
-    from launcher.atomic_file import write_atomic
     from launcher.node.board import live_lease
+    from launcher.record.atomic_file import write_atomic
 
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

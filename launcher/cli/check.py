@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic_trainer.quantities import counted
+from elastic_trainer.plan.quantities import counted
 from launcher.cli.common import (
     exit_with_problems,
     folder_of,
@@ -19,12 +19,12 @@ from launcher.cli.common import (
     set_option,
     site_option,
 )
-from launcher.errors import Problem, UserError
+from launcher.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from launcher.jobspec.spec import JobSpec
-    from launcher.planning.search import Plan
-    from launcher.sites import Site
+    from launcher.plan.search import Plan
+    from launcher.platforms.sites import Site
+    from launcher.spec.spec import JobSpec
 
 
 @click.command(
@@ -64,10 +64,10 @@ def check(
     Errors stop a job. Warnings, shown after them, are of what may not be meant. Exit codes: 0 the
     job can run, 2 it has errors, or with --strict warnings.
     """
-    from launcher.jobspec.reading import load_spec
-    from launcher.planning.search import plan
-    from launcher.planning.summary import plan_dict, summary_lines
-    from launcher.targets import target_named
+    from launcher.plan.search import plan
+    from launcher.plan.summary import plan_dict, summary_lines
+    from launcher.platforms.targets import target_named
+    from launcher.spec.reading import load_spec
 
     errors: list[Problem] = []
     warnings: list[Problem] = []
@@ -79,7 +79,7 @@ def check(
         name = named or ("local" if spec.device == "cpu" else None)
         sees = not target_named(name or "slurm").sees_other_paths
         if sees and (name == "local" or target is not None or live):
-            from launcher.live import live_problems
+            from launcher.runs.live import live_problems
 
             errors += live_problems(spec, folder_of(job))
         # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
@@ -121,8 +121,8 @@ def _ask(
         UserError: it would refuse the job, or never start it.
         PlatformError: it is away.
     """
-    from launcher.ops.submitting.asking import ask
-    from launcher.targets import target_named
+    from launcher.platforms.targets import target_named
+    from launcher.runs.submitting.asking import ask
 
     platform = target_named(target)
     run_dir = Path("runs", spec.name).absolute()

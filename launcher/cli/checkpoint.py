@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from elastic_trainer.layout import layout_label
-from elastic_trainer.quantities import sized
+from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.plan.quantities import sized
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -27,9 +27,9 @@ from launcher.cli.common import (
     print_json,
 )
 from launcher.cli.terminal import direct
-from launcher.errors import UserError
-from launcher.ops.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
-from launcher.ops.checkpoints.convert import export_request, missing_tokenizer, run_converter
+from launcher.runs.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
+from launcher.runs.checkpoints.convert import export_request, missing_tokenizer, run_converter
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

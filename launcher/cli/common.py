@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
-from launcher.errors import Problem, UserError
+from launcher.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from click.shell_completion import CompletionItem
 
-    from launcher.sites import Site
+    from launcher.platforms.sites import Site
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
@@ -60,7 +60,7 @@ def set_option(function: _Function) -> _Function:
 
 
 def site_option(function: _Function) -> _Function:
-    """Add `--site NAME`, as `site`: a launcher.sites.Site, or None.
+    """Add `--site NAME`, as `site`: a launcher.platforms.sites.Site, or None.
 
     On a site that is reached over SSH the command runs there, and `function` is not called.
     """
@@ -75,7 +75,7 @@ def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Fun
     def here_or_there(**given: Any) -> Any:
         try:
             if given["site"] is not None:
-                from launcher.sites import find_site
+                from launcher.platforms.sites import find_site
 
                 site = given["site"] = find_site(given["site"])
                 if site.ssh is not None:
@@ -89,7 +89,7 @@ def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Fun
 
 def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
     """Run the command on the site, with the files and the site's defaults where it takes a job."""
-    from launcher.ops import over_ssh
+    from launcher.runs import over_ssh
 
     if given.get("upgrade"):
         raise UserError(
@@ -99,8 +99,8 @@ def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
         )
     if given.get("job") is None:
         return over_ssh.run_there(site, words_of(ctx, given))
-    from launcher.jobspec.reading import load_spec
-    from launcher.ops.submitting.submit import sweep_tasks
+    from launcher.runs.submitting.submit import sweep_tasks
+    from launcher.spec.reading import load_spec
 
     # Of a sweep the first task is looked at here, and all of them there.
     [first, *_] = sweep_tasks(given.get("sweep", ()))

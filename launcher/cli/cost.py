@@ -19,10 +19,10 @@ from launcher.cli.common import (
     runs_option,
 )
 from launcher.cli.terminal import direct
-from launcher.errors import UserError
-from launcher.ops.reports.costs import costs, grouped
-from launcher.ops.runs import find_run, find_runs
 from launcher.record.cost import CAUSES, QUEUE, GpuTime, total
+from launcher.runs.reports.costs import costs, grouped
+from launcher.runs.runs import find_run, find_runs
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

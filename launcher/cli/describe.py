@@ -14,7 +14,7 @@ from launcher.cli.common import (
     print_json,
     run_argument,
 )
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 
 @click.command("describe", epilog="Example: holdfast describe runs/tiny-20260101-120000")
@@ -22,8 +22,8 @@ from launcher.errors import UserError
 @json_option
 def describe(*, run: str, runs: Path, as_json: bool) -> int:
     """Show all that is known about RUN: job, code, attempts, and what the platform keeps."""
-    from launcher.ops.runs import find_run
-    from launcher.ops.watching.description import describe_run
+    from launcher.runs.runs import find_run
+    from launcher.runs.watching.description import describe_run
 
     try:
         sections = describe_run(find_run(run, runs), now_unix=time.time())

@@ -21,12 +21,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from launcher.cli.main import COMMANDS, cli
-from launcher.codes import CODES, WARNINGS
-from launcher.jobspec.env import Secret
-from launcher.jobspec.kubernetes import Toleration, Volume
-from launcher.jobspec.spec import all_sections, keys_of
-from launcher.ops.checkpoints.start_from import table
-from launcher.runbooks.pages import index, page, titles
+from launcher.doctor.runbooks.pages import index, page, titles
+from launcher.runs.checkpoints.start_from import table
+from launcher.spec.codes import CODES, WARNINGS
+from launcher.spec.env import Secret
+from launcher.spec.kubernetes import Toleration, Volume
+from launcher.spec.spec import all_sections, keys_of
 
 DOCUMENTED: Final[dict[str, type[BaseModel]]] = {
     **all_sections(),

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -34,7 +34,7 @@ def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
     Reads a run, logs of any job (also kernel logs, output of sacct and kubectl), folders of them,
     torchelastic's error files and flight recorders' dumps. Give it the logs of all ranks.
     """
-    from launcher.ops.watching.doctor import diagnose
+    from launcher.doctor.doctor import diagnose
 
     try:
         found = diagnose(sources, runs, sys.stdin.buffer)

@@ -15,7 +15,7 @@ from launcher.cli.common import (
     print_json,
 )
 from launcher.cli.nodes import fleet_option, seconds, to_option
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -44,10 +44,10 @@ def drain(
     switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
     code 1: something is left there after TIME; it is named, and the drain stays.
     """
-    from launcher.fleet import fleet_at
-    from launcher.ops import drain as ops
-    from launcher.ops.nodes import machines_of
-    from launcher.targets import target_named
+    from launcher.fleet import drain as ops
+    from launcher.fleet.ledger import fleet_at
+    from launcher.fleet.nodes import machines_of
+    from launcher.platforms.targets import target_named
 
     try:
         wait_s = seconds("--by", by)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from launcher.cli.common import exit_with_problems
-from launcher.errors import UserError, writing
+from launcher.spec.errors import UserError, writing
 
 
 @click.command(
@@ -32,7 +32,7 @@ def forwarded(
     `--site` of a site with `ssh:` calls it. It ends with its standard input.
     """
     from launcher.cli.main import run_cli
-    from launcher.ops import over_ssh
+    from launcher.runs import over_ssh
 
     place = Path.home() / over_ssh.decoded(folder)
     asked = [over_ssh.decoded(word) for word in words]

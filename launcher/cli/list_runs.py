@@ -16,8 +16,8 @@ from launcher.cli.table import print_runs
 @json_option
 def command(*, runs: Path, as_json: bool) -> int:
     """List all runs of a folder, sweeps' tasks included; each platform is asked once."""
-    from launcher.ops.runs import find_runs
-    from launcher.ops.watching.run_status import run_statuses
+    from launcher.runs.runs import find_runs
+    from launcher.runs.watching.run_status import run_statuses
 
     found = run_statuses(list(find_runs(runs)))
     now = time.time()

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems, run_argument
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

@@ -13,7 +13,7 @@ import click
 
 from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
 from launcher.cli.terminal import VisibleStream
-from launcher.errors import HoldfastError, UserError
+from launcher.spec.errors import HoldfastError, UserError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -119,7 +119,7 @@ def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     """Print the version of the distribution, or of the checkout where there is none."""
     if not wanted or ctx.resilient_parsing:
         return
-    from launcher.installed import installed_version
+    from launcher.platforms.installed import installed_version
 
     click.echo(f"holdfast {installed_version() or '(not installed)'}")
     ctx.exit()
@@ -157,12 +157,12 @@ def run_cli(args: list[str] | None = None) -> int:
         print_problems(error.problems)
         return EXIT_USER
     except HoldfastError as error:
-        from launcher.secret_forms import masked
+        from launcher.spec.secret_forms import masked
 
         click.echo(f"holdfast: {masked(str(error))}", err=True)
         return EXIT_FAILED
     except click.ClickException as error:
-        from launcher.secret_forms import masked
+        from launcher.spec.secret_forms import masked
 
         said = io.StringIO()
         error.show(said)

@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, exit_with_problems, runs_option
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -53,7 +53,7 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
     """
     from prometheus_client import generate_latest, start_http_server
 
-    from launcher.ops.reports.metrics import RunsCollector, write_targets
+    from launcher.runs.reports.metrics import RunsCollector, write_targets
 
     collector = RunsCollector(runs)
     try:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
-from launcher.errors import PlatformError, UserError
+from launcher.spec.errors import PlatformError, UserError
 
 if TYPE_CHECKING:
-    from launcher.backends.base import Machine
+    from launcher.platforms.base import Machine
     from launcher.record.fleet import Entry
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -65,8 +65,8 @@ def command() -> None:
 @json_option
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
     """List machines that the ledger, or the platform, holds something against."""
-    from launcher.fleet import fleet_at
-    from launcher.ops.nodes import listed
+    from launcher.fleet.ledger import fleet_at
+    from launcher.fleet.nodes import listed
 
     try:
         machines, away = _machines(target)
@@ -104,8 +104,8 @@ def exclude(
 
     `holdfast drain` lets running jobs leave as well.
     """
-    from launcher.fleet import fleet_at
-    from launcher.ops import nodes as ops
+    from launcher.fleet import nodes as ops
+    from launcher.fleet.ledger import fleet_at
 
     try:
         for_s = None if duration is None else seconds("--for", duration)
@@ -139,8 +139,8 @@ def release(
     All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
     for what is held against that GPU alone, wherever it is.
     """
-    from launcher.fleet import fleet_at
-    from launcher.ops import nodes as ops
+    from launcher.fleet import nodes as ops
+    from launcher.fleet.ledger import fleet_at
 
     try:
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -166,7 +166,7 @@ def release(
 @json_option
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
-    from launcher.fleet import fleet_at
+    from launcher.fleet.ledger import fleet_at
 
     try:
         wanted = set(_names(nodes))
@@ -179,8 +179,8 @@ def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
 
 def _machines(target: str) -> tuple[list[Machine], str]:
     """Return the platform's machines, and why it cannot be asked; empty: it can."""
-    from launcher.ops.nodes import machines_of
-    from launcher.targets import target_named
+    from launcher.fleet.nodes import machines_of
+    from launcher.platforms.targets import target_named
 
     backend = machines_of(target_named(target).load_backend())
     try:
@@ -190,7 +190,7 @@ def _machines(target: str) -> tuple[list[Machine], str]:
 
 
 def _names(nodes: Sequence[str]) -> list[str]:
-    from launcher.backends.slurm.parse import expand_nodes
+    from launcher.platforms.slurm.parse import expand_nodes
 
     return list(dict.fromkeys(name for text in nodes for name in expand_nodes(text)))
 

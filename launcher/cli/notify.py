@@ -10,8 +10,8 @@ from typing import Final
 import click
 
 from launcher.cli.common import EXIT_INTERRUPTED, exit_with_problems, runs_option
-from launcher.errors import UserError
 from launcher.record.notices import KINDS
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -47,7 +47,7 @@ def notify(*, runs: Path, url_file: Path | None, form: str, kinds: tuple[str, ..
     It reads the records of all runs of a folder, and of its users' folders, until interrupted.
     What happened before it was started is not told. The address is a secret: it is never shown.
     """
-    from launcher.ops.reports.notifying import Follower, Webhook
+    from launcher.runs.reports.notifying import Follower, Webhook
 
     try:
         webhook = Webhook(_address(url_file), slack=form == "slack", say=_say)

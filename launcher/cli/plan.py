@@ -15,11 +15,11 @@ from launcher.cli.common import (
     set_option,
     site_option,
 )
-from launcher.errors import UserError, Where
+from launcher.spec.errors import UserError, Where
 
 if TYPE_CHECKING:
-    from elastic_trainer.ladder import Ladder, Rung
-    from launcher.sites import Site
+    from elastic_trainer.plan.ladder import Ladder, Rung
+    from launcher.platforms.sites import Site
 
 
 @click.command(
@@ -46,15 +46,15 @@ def plan(
 
     With --nodes, the layout the job would use when that many nodes are left.
     """
-    from launcher.jobspec.reading import load_spec
-    from launcher.planning.search import plan as make_plan
-    from launcher.planning.summary import (
+    from launcher.plan.search import plan as make_plan
+    from launcher.plan.summary import (
         ladder_lines,
         placement_lines,
         plan_dict,
         rung_dict,
         summary_lines,
     )
+    from launcher.spec.reading import load_spec
 
     try:
         spec = load_spec(job, sets, site=site)
@@ -89,7 +89,7 @@ def _rung(ladder: Ladder, num_nodes: int, job: str) -> Rung:
     Raises:
         UserError: HF125, they are too few.
     """
-    from elastic_trainer.quantities import counted
+    from elastic_trainer.plan.quantities import counted
 
     if (rung := ladder.rung_for(num_nodes)) is None:
         message = f"{counted(num_nodes, 'node')} left, the last rung needs {ladder.min_nodes}"

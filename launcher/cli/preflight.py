@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_trainer.quantities import counted
+from elastic_trainer.plan.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -22,11 +22,11 @@ from launcher.cli.common import (
     set_option,
 )
 from launcher.cli.nodes import fleet_option
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.preflight.checks import Expected, NodeReport
-    from launcher.ops.preflight.nodes import Where
+    from launcher.fleet.preflight.checks import Expected, NodeReport
+    from launcher.fleet.preflight.nodes import Where
     from launcher.record.fleet import Entry
 
 EPILOG = """\b
@@ -93,8 +93,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.ops.preflight.checks import Expected
-    from launcher.ops.preflight.nodes import Preflight, Where
+    from launcher.fleet.preflight.checks import Expected
+    from launcher.fleet.preflight.nodes import Preflight, Where
 
     try:
         where, expected = _asked(
@@ -143,8 +143,8 @@ _FOLLOWS = {
 
 def _noted(place: str, reports: Sequence[NodeReport]) -> list[Entry]:
     """Write what was found into the fleet's ledger."""
-    from launcher.fleet import fleet_at
-    from launcher.ops.nodes import note_failed, note_moved
+    from launcher.fleet.ledger import fleet_at
+    from launcher.fleet.nodes import note_failed, note_moved
 
     ledger, now = fleet_at(place), time.time()
     return [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
@@ -163,8 +163,8 @@ def _asked(
         if sets:
             raise UserError("HF610", "--set changes a job; name one")
         return where, expected
-    from launcher.jobspec.reading import load_spec
     from launcher.render.local import checkpoint_dir, resolve
+    from launcher.spec.reading import load_spec
 
     spec, base_dir = load_spec(job, sets), folder_of(job)
     if not given["gpus"]:

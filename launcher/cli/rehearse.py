@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from elastic_trainer.quantities import counted
+from elastic_trainer.plan.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -23,10 +23,10 @@ from launcher.cli.common import (
     print_json,
     set_option,
 )
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.rehearsal.verdicts import Verdict
+    from launcher.local.rehearsal.verdicts import Verdict
 
 EPILOG = """\b
 Examples:
@@ -38,7 +38,7 @@ FAILURES: Final = (
     *("rank-killed", "hang", "node-lost", "coordinator-lost"),
     *("disk-full", "preemption", "slow-node"),
 )
-"""Those of launcher/ops/rehearsal/verdicts.py, which is imported only when a job is rehearsed."""
+"""Those of launcher/local/rehearsal/verdicts.py, which is imported only when a job is rehearsed."""
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -74,10 +74,10 @@ def rehearse(
     listed. A script runs as it is, on CPUs. Exit codes: 0 it survives, 1 it does not, 2 the input
     is wrong, 130 interrupted.
     """
-    from launcher.jobspec.reading import load_spec
-    from launcher.ops.rehearsal.rehearse import Interrupted, Rehearsal
-    from launcher.ops.rehearsal.scaling import CORPUS, scaled
-    from launcher.ops.rehearsal.verdicts import Failing, passed
+    from launcher.local.rehearsal.rehearse import Interrupted, Rehearsal
+    from launcher.local.rehearsal.scaling import CORPUS, scaled
+    from launcher.local.rehearsal.verdicts import Failing, passed
+    from launcher.spec.reading import load_spec
 
     try:
         spec = load_spec(job, sets)

@@ -21,10 +21,10 @@ from launcher.cli.common import (
     site_option,
 )
 from launcher.cli.terminal import for_programs
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.sites import Site
+    from launcher.platforms.sites import Site
 
 
 @click.command(
@@ -67,10 +67,10 @@ def render(
     The same job file, options and folder give the same text. Exit code 2: it has problems,
     nothing was written.
     """
-    from launcher.jobspec.reading import load_spec
-    from launcher.ops.run_dir import write_bundle
-    from launcher.planning.search import plan
-    from launcher.targets import target_named
+    from launcher.plan.search import plan
+    from launcher.platforms.targets import target_named
+    from launcher.runs.run_dir import write_bundle
+    from launcher.spec.reading import load_spec
 
     try:
         named = target or (None if site is None else site.target)

@@ -17,14 +17,14 @@ from launcher.cli.common import (
     print_json,
     run_argument,
 )
-from launcher.errors import UserError
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.fetching import fetched
-from launcher.ops.reports.data import loss_curve, report_data
-from launcher.ops.reports.report import write_csv, write_report
-from launcher.ops.runs import Run, current_job, find_run
-from launcher.ops.summary_file import current_summary
-from launcher.targets import target_named
+from launcher.platforms.targets import target_named
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.fetching import fetched
+from launcher.runs.reports.data import loss_curve, report_data
+from launcher.runs.reports.report import write_csv, write_report
+from launcher.runs.runs import Run, current_job, find_run
+from launcher.runs.summary_file import current_summary
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

@@ -14,7 +14,7 @@ from launcher.cli.common import (
     print_json,
     run_argument,
 )
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from launcher.backends.background import SUMMARY
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -26,10 +25,11 @@ from launcher.cli.common import (
     set_option,
 )
 from launcher.cli.terminal import direct
-from launcher.errors import UserError
-from launcher.ops.local import job as local_job
-from launcher.ops.local.run import Interrupts
-from launcher.ops.views import LiveView, PlainView, View
+from launcher.local import job as local_job
+from launcher.local.run import Interrupts
+from launcher.platforms.background import SUMMARY
+from launcher.runs.views import LiveView, PlainView, View
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -32,8 +32,8 @@ Examples:
 @json_option
 def runbook(*, name: str | None, run: str | None, lists: bool, runs: Path, as_json: bool) -> int:
     """Print a runbook, as Markdown: by default that of RUN's failure, as the doctor sees it."""
-    from launcher.ops.watching.runbook import runbook_of
-    from launcher.runbooks.pages import page, titles
+    from launcher.doctor.runbook import runbook_of
+    from launcher.doctor.runbooks.pages import page, titles
 
     try:
         if lists:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.common import exit_with_problems, run_argument
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.backends.base import RemoteExec
-    from launcher.ops.watching.remote_exec import RunningJob
+    from launcher.platforms.base import RemoteExec
+    from launcher.runs.watching.remote_exec import RunningJob
 
 EPILOG = """\b
 Examples:
@@ -61,8 +61,8 @@ class _Wanted:
 
 
 def _wanted(run: str, runs: Path, rank: int | None, node: str | None) -> _Wanted:
-    from launcher.ops.runs import find_run
-    from launcher.ops.watching.remote_exec import running_job, worker_of
+    from launcher.runs.runs import find_run
+    from launcher.runs.watching.remote_exec import running_job, worker_of
 
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
@@ -89,7 +89,7 @@ def _through(found: _Wanted, remote: RemoteExec, command: Sequence[str]) -> int:
 
 def _terminal(found: _Wanted, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the command line, its program as a whole path, and the environment."""
-    from launcher.ops.watching.remote_exec import step
+    from launcher.runs.watching.remote_exec import step
 
     running = found.running
     env = {**running.env, **found.variables}

@@ -16,7 +16,7 @@ from launcher.cli.common import (
     print_json,
     run_argument,
 )
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -42,9 +42,9 @@ def stacks(*, run: str, runs: Path, ranks: Sequence[int], as_json: bool) -> int:
     Nothing is stopped. Uses py-spy where the nodes have it, and the workers' faulthandler.
     Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
     """
-    from launcher.ops.runs import find_run
-    from launcher.ops.watching.remote_exec import running_job
-    from launcher.ops.watching.stacks import take_stacks
+    from launcher.runs.runs import find_run
+    from launcher.runs.watching.remote_exec import running_job
+    from launcher.runs.watching.stacks import take_stacks
 
     try:
         taken = take_stacks(running_job(find_run(run, runs)), ranks=ranks)

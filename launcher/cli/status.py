@@ -15,7 +15,7 @@ from launcher.cli.common import (
     runs_option,
 )
 from launcher.cli.table import print_runs
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -35,8 +35,8 @@ def status(*, run: str | None, runs: Path, as_json: bool) -> int:
     RUN is a path, the name of a run, the beginning of one, or a job's id. A platform that does
     not answer leaves a run unknown, never failed.
     """
-    from launcher.ops.runs import find_run, find_runs
-    from launcher.ops.watching.run_status import detail_lines, run_statuses
+    from launcher.runs.runs import find_run, find_runs
+    from launcher.runs.watching.run_status import detail_lines, run_statuses
 
     try:
         if run is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_trainer.quantities import counted
+from elastic_trainer.plan.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -26,15 +26,15 @@ from launcher.cli.common import (
     site_option,
 )
 from launcher.cli.terminal import direct, for_programs
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.api import Run
-    from launcher.backends.base import Backend
-    from launcher.ops.runs import Run as Found
-    from launcher.ops.submitting.submit import Prepared
+    from launcher.platforms.base import Backend
+    from launcher.platforms.sites import Site
     from launcher.record.excluded import ExcludedMachine
-    from launcher.sites import Site
+    from launcher.runs.runs import Run as Found
+    from launcher.runs.submitting.submit import Prepared
 
 EPILOG = """\b
 Examples:
@@ -175,8 +175,8 @@ def _submit(
     as_json: bool,
 ) -> int:
     from launcher.api import Run
-    from launcher.ops.submitting import submit as ops
-    from launcher.ops.watching.run_status import make_backends
+    from launcher.runs.submitting import submit as ops
+    from launcher.runs.watching.run_status import make_backends
 
     prepared = ops.prepare(
         job,
@@ -223,7 +223,7 @@ def _resume(
     as_json: bool,
 ) -> int:
     from launcher.api import open_run
-    from launcher.ops.runs import find_sweep
+    from launcher.runs.runs import find_sweep
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
@@ -254,8 +254,8 @@ def _resume(
 
 def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
     """Say which nodes a submission does without, why, and how they come back."""
+    from launcher.platforms.targets import target_named
     from launcher.record.event import named
-    from launcher.targets import target_named
 
     for each in nodes:
         click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
@@ -269,9 +269,9 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
 def _resume_sweep(
     folder: Path, *, upgrade: bool, all_nodes: bool, force: bool, as_json: bool
 ) -> int:
-    from launcher.ops.runs import runs_of_sweep
-    from launcher.ops.submitting.resume import resume_sweep
-    from launcher.ops.watching.run_status import make_backends, target_of
+    from launcher.runs.runs import runs_of_sweep
+    from launcher.runs.submitting.resume import resume_sweep
+    from launcher.runs.watching.run_status import make_backends, target_of
 
     runs = runs_of_sweep(folder)
     if not runs:
@@ -339,9 +339,9 @@ def _watch(run: Run) -> int:
     """Show the run's progress until it has ended."""
     from rich.console import Console
 
-    from launcher.backends.base import JobState
-    from launcher.ops.views import LiveView, PlainView
-    from launcher.ops.watching.watch import Watch
+    from launcher.platforms.base import JobState
+    from launcher.runs.views import LiveView, PlainView
+    from launcher.runs.watching.watch import Watch
 
     console = Console(file=direct(sys.stderr))
     view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)

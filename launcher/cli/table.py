@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from launcher.backends.base import JobState
-from launcher.ops.watching.run_status import RunStatus
-from launcher.ops.watching.texts import when
+from launcher.platforms.base import JobState
+from launcher.runs.watching.run_status import RunStatus
+from launcher.runs.watching.texts import when
 
 _COLOURS = {
     JobState.RUNNING: "green",

@@ -14,14 +14,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launcher.backends.base import JobState
 from launcher.cli.common import EXIT_DONE, json_option, print_json, runs_option
 from launcher.cli.terminal import LEAVE, direct, key_pressed, keys
-from launcher.ops.reports.costs import owner_of
-from launcher.ops.runs import find_users_runs
-from launcher.ops.watching.run_status import RunStatus, run_statuses
-from launcher.ops.watching.texts import span
+from launcher.platforms.base import JobState
 from launcher.record.status import TrainingStatus
+from launcher.runs.reports.costs import owner_of
+from launcher.runs.runs import find_users_runs
+from launcher.runs.watching.run_status import RunStatus, run_statuses
+from launcher.runs.watching.texts import span
 
 EPILOG = """\b
 Examples:

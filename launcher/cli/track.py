@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from elastic_trainer.config import TRACKERS
+from elastic_trainer.plan.config import TRACKERS
 from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, exit_with_problems, runs_option
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.reports.tracking import TrackedRun
+    from launcher.runs.reports.tracking import TrackedRun
 
 EPILOG = """\b
 Examples:
@@ -70,7 +70,7 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
 
 
 def _paths(run: str | None, runs: Path) -> list[Path]:
-    from launcher.ops.runs import find_run, find_users_runs
+    from launcher.runs.runs import find_run, find_users_runs
 
     if run is not None:
         return [find_run(run, runs).path]
@@ -84,8 +84,8 @@ def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> Tr
     Raises:
         UserError: HF613 it cannot be read; HF699 it was asked for and names no trackers.
     """
-    from launcher.ops.reports.tracking import TrackedRun
-    from launcher.ops.run_dir import load
+    from launcher.runs.reports.tracking import TrackedRun
+    from launcher.runs.run_dir import load
 
     try:
         config = load(path)

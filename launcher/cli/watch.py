@@ -15,11 +15,11 @@ from rich.live import Live
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, run_argument
 from launcher.cli.terminal import LEAVE, direct, key_pressed, keys
-from launcher.errors import UserError
-from launcher.ops.runs import find_run
-from launcher.ops.views import PlainView
-from launcher.ops.watching.following import Following
-from launcher.ops.watching.screen import Page, screen
+from launcher.runs.runs import find_run
+from launcher.runs.views import PlainView
+from launcher.runs.watching.following import Following
+from launcher.runs.watching.screen import Page, screen
+from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Keys: o overview, n nodes, f failures, e events, q quit.

@@ -13,7 +13,7 @@ from launcher.cli.common import (
     print_json,
     run_argument,
 )
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 
 @click.command("why", epilog="Example: holdfast why llama3-405b-20260101-120000")

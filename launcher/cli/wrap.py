@@ -14,7 +14,7 @@ from launcher.cli.common import (
     path_option,
     print_json,
 )
-from launcher.errors import UserError, Where, writing
+from launcher.spec.errors import UserError, Where, writing
 
 EPILOG = """\b
 Examples:
@@ -43,9 +43,9 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
     `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
     when too few nodes are left. See docs/scripts.md.
     """
-    from launcher.interpreter import agents_python
-    from launcher.render.wrapped import wrap_script
-    from launcher.render.wrapped_manifest import is_manifest, wrap_manifest
+    from launcher.wrap.interpreter import agents_python
+    from launcher.wrap.wrapped import wrap_script
+    from launcher.wrap.wrapped_manifest import is_manifest, wrap_manifest
 
     notes: list[str] = []
     secrets: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
 
 def _shown(line: str, secrets: tuple[str, ...]) -> str:
     """Return a line of what the user wrote without the secrets in it."""
-    from launcher.secret_forms import MASK, masked
+    from launcher.spec.secret_forms import MASK, masked
 
     for secret in secrets:
         line = line.replace(secret, MASK)
@@ -111,8 +111,8 @@ def _write(path: Path, text: str, *, like: Path) -> None:
     Raises:
         OSError: it cannot be written, or a link or no plain file is there.
     """
-    from elastic_trainer.atomic_file import beside, write_new
-    from launcher.atomic_file import check_output
+    from elastic_trainer.storage.atomic_file import beside, write_new
+    from launcher.record.atomic_file import check_output
 
     check_output(path)
     with beside(path) as temp:
@@ -123,8 +123,8 @@ def _write(path: Path, text: str, *, like: Path) -> None:
 
 
 def _text(path: Path) -> str:
-    from launcher.jobspec.reading import job_text
-    from launcher.jobspec.source import MAX_BYTES
+    from launcher.spec.reading import job_text
+    from launcher.spec.source import MAX_BYTES
 
     try:
         text = job_text(path).replace("\r\n", "\n")

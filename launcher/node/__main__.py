@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from launcher import node
-from launcher.errors import HoldfastError
 from launcher.node.attempt import Attempt
 from launcher.node.say import say
+from launcher.spec.errors import HoldfastError
 
 COMMANDS = (
     "begin",

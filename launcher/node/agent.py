@@ -9,9 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from elastic_trainer.failures import EXIT_FAILED
-from launcher.backends.slurm.parse import expand_nodes
-from launcher.interpreter import python_here
+from elastic_trainer.record.failures import EXIT_FAILED
 from launcher.node import beat
 from launcher.node.agent_process import TAKEN, AgentProcess, agent_command
 from launcher.node.attempt import Attempt
@@ -21,6 +19,8 @@ from launcher.node.say import say
 from launcher.node.sruns import NODES_VARIABLE, as_of_one_srun
 from launcher.node.taken_signals import taken_signals
 from launcher.node.watchdog import Watchdog
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.wrap.interpreter import python_here
 
 LEAVING_BEATS: Final = 2
 """So many of the batch script's beats are between two looks whether this node is to leave."""

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from elastic_trainer.failures import EXIT_FAILED, EXIT_SAVED
-from elastic_trainer.running_clock import RunningClock
+from elastic_trainer.plan.running_clock import RunningClock
+from elastic_trainer.record.failures import EXIT_FAILED, EXIT_SAVED
 from launcher.node.attempt import Attempt
 from launcher.node.decide import EXIT_LEFT
 from launcher.node.say import say

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.atomic_file import read_json, write_json
-from launcher.errors import UserError
+from launcher.record.atomic_file import read_json, write_json
+from launcher.spec.errors import UserError
 
 _LAST_BYTES, _LAST_LINES = 4096, 6
 _SLURM_NAME = re.compile(r"\d+\.\d+")
@@ -113,7 +113,7 @@ class Attempt:
         """
         if first:
             # Late: it takes the board's modules, and some who read this need none of them.
-            from elastic_trainer.atomic_file import publish
+            from elastic_trainer.storage.atomic_file import publish
 
             return publish(self.dir / name, json.dumps(value).encode() + b"\n")
         write_json(self.dir / name, value)

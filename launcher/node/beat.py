@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from launcher.backends.commands import SystemCommands
-from launcher.backends.processes import start_ticks
 from launcher.node.attempt import Attempt
 from launcher.node.leaving import Drains, look_after
 from launcher.node.strikes import Strikes
+from launcher.platforms.commands import SystemCommands
+from launcher.platforms.processes import start_ticks
 
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer import script_steps
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.config import TrainConfig
-from launcher import stop_request
-from launcher.errors import UserError
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record import script_steps
 from launcher.node import board
 from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.decide import Decision, may_begin
 from launcher.node.say import note, say
+from launcher.record import stop_request
+from launcher.spec.errors import UserError
 
 
 def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
@@ -33,7 +33,7 @@ def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
         OSError: the run directory cannot be read or written.
     """
     # Late: pods do without it.
-    from launcher.ops.submitting.environment import warn_if_changed
+    from launcher.runs.submitting.environment import warn_if_changed
 
     config, state = read_config(attempt.run_dir), board.read(attempt.run_dir)
     decision = decide(attempt, config, state)

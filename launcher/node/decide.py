@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_trainer.board.state import BoardState, Ended
-from elastic_trainer.failures import (
+from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
@@ -19,7 +19,7 @@ from elastic_trainer.failures import (
 from launcher.node.attempt import Past
 
 if TYPE_CHECKING:
-    from elastic_trainer.config import ElasticSection
+    from elastic_trainer.plan.config import ElasticSection
 
 EXIT_LEFT = 95
 """Noted of a node whose agent has left the job, which goes on without it."""

@@ -8,15 +8,13 @@ import time
 from collections.abc import Mapping
 
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.failures import (
+from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
-from launcher import stop_request
-from launcher.errors import UserError
 from launcher.node import board
 from launcher.node.attempt import Attempt
 from launcher.node.decide import (
@@ -29,6 +27,8 @@ from launcher.node.decide import (
     within_restarts,
 )
 from launcher.node.say import note, say
+from launcher.record import stop_request
+from launcher.spec.errors import UserError
 
 _OF_AGENTS = frozenset(
     {EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES, EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP, EXIT_LEFT}
@@ -118,7 +118,7 @@ def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     signal.alarm(SUMMARY_S)
     try:
         # It reads the whole record: what only begins does not import this.
-        from launcher.ops.summary_file import current_summary, write_summary
+        from launcher.runs.summary_file import current_summary, write_summary
 
         write_summary(attempt.run_dir, current_summary(attempt.run_dir)[0])
     except (UserError, OSError, ImportError) as error:

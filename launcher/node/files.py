@@ -24,7 +24,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from launcher.run_files import END, FETCHED, GROWING, IN_USE, INODE, MTIME, OFFSET, safe_parts
+from launcher.record.run_files import (
+    END,
+    FETCHED,
+    GROWING,
+    IN_USE,
+    INODE,
+    MTIME,
+    OFFSET,
+    safe_parts,
+)
 
 _MOST_REQUEST: Final = 64 << 20
 """Bytes of a request's line."""

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.fresh_look import look_afresh
-from launcher.atomic_file import read_json, write_json
-from launcher.backends.commands import Commands
-from launcher.backends.slurm.machines import TIMEOUT_S, draining
-from launcher.backends.slurm.parse import expand_nodes
-from launcher.errors import HoldfastError
+from elastic_trainer.storage.fresh_look import look_afresh
 from launcher.node.attempt import Attempt
 from launcher.node.decide import EXIT_LEFT, a_few
 from launcher.node.say import say
+from launcher.platforms.commands import Commands
+from launcher.platforms.slurm.machines import TIMEOUT_S, draining
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.record.atomic_file import read_json, write_json
+from launcher.spec.errors import HoldfastError
 
 FOLDER: Final = "leaving"
 

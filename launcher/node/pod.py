@@ -15,18 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.atomic_file import publish, write_atomic
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.failures import (
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.failures import (
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
-from launcher import stop_request
-from launcher.atomic_file import read_json
-from launcher.errors import UserError
+from elastic_trainer.storage.atomic_file import publish, write_atomic
 from launcher.node import board
 from launcher.node.agent_process import STOPS, TAKEN, AgentProcess, agent_command
 from launcher.node.attempt import Attempt
@@ -47,7 +44,10 @@ from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
 from launcher.node.strikes import Strikes
 from launcher.node.taken_signals import Wait, taken_signals
-from launcher.run_files import STARTS
+from launcher.record import stop_request
+from launcher.record.atomic_file import read_json
+from launcher.record.run_files import STARTS
+from launcher.spec.errors import UserError
 
 FIRST_PAUSE_S: Final = 10.0
 LONGEST_PAUSE_S: Final = 300.0

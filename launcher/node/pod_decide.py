@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from elastic_trainer.failures import (
+from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,

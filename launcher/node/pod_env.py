@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launcher.errors import UserError
 from launcher.node.pod_decide import KINDS, job_id
+from launcher.spec.errors import UserError
 
 CONFIG_DIR: Final = Path("/etc/holdfast")
 """Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""

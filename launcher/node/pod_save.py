@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.events import Event
-from launcher import stop_request
-from launcher.errors import UserError
+from elastic_trainer.record.events import Event
 from launcher.node import board
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
+from launcher.record import stop_request
+from launcher.spec.errors import UserError
 
 POLL_S: Final = 0.3
 ANSWER_S: Final = 5.0

@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from launcher import stop_request
-from launcher.atomic_file import read_json
-from launcher.backends.commands import Commands, SystemCommands
-from launcher.backends.slurm.machines import machines
-from launcher.backends.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
-from launcher.backends.slurm.status_text import SCRIPT
-from launcher.errors import HoldfastError, TemporaryError, UserError
-from launcher.fleet import fleet_at, place_for
+from launcher.fleet.ledger import fleet_at, place_for
 from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.decide import a_few, what_now
 from launcher.node.end import end, put_summary
 from launcher.node.say import say
+from launcher.platforms.commands import Commands, SystemCommands
+from launcher.platforms.retries import insist, retried
+from launcher.platforms.slurm.machines import machines
+from launcher.platforms.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
+from launcher.platforms.slurm.status_text import SCRIPT
+from launcher.record import stop_request
+from launcher.record.atomic_file import read_json
 from launcher.record.excluded import EXCLUSIONS, excluded_machines
 from launcher.record.files import events_named
 from launcher.record.fleet import kept_off, standings
-from launcher.retries import insist, retried
+from launcher.spec.errors import HoldfastError, TemporaryError, UserError
 
 TIMEOUT_S = 60.0
 LONGEST_PAUSE_S = 60.0

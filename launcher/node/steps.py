@@ -19,16 +19,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
-from launcher.backends.commands import Commands, SystemCommands
-from launcher.backends.slurm.parse import expand_nodes
-from launcher.errors import HoldfastError, UserError
+from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from launcher.node import board
 from launcher.node.attempt import Attempt
 from launcher.node.decide import a_few, began, end_of, pause_s
 from launcher.node.say import note, say
 from launcher.node.sruns import NODES_VARIABLE, Srun, of_one_node, refused
 from launcher.node.taken_signals import Wait, taken_signals
+from launcher.platforms.commands import Commands, SystemCommands
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.spec.errors import HoldfastError, UserError
 
 MOST_STEPS: Final = 64
 """An srun is two processes of 3.7 MB and five threads together on the batch host, and 0.02 s of the

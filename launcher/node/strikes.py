@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.errors import HoldfastError
-from launcher.fleet import Fleet, fleet_at, place_for
+from launcher.fleet.ledger import Fleet, fleet_at, place_for
 from launcher.node.say import say
 from launcher.record.fleet import SURVIVED_S
+from launcher.spec.errors import HoldfastError
 
 if TYPE_CHECKING:
     from elastic_trainer.board.kubernetes_board import ApiServer

@@ -16,12 +16,12 @@ import signal
 import time
 from collections.abc import Mapping
 
-from elastic_trainer.atomic_file import publish
+from elastic_trainer.storage.atomic_file import publish
 from launcher.node import beat, board
 from launcher.node.attempt import Attempt
 from launcher.node.decide import BeatWatch, is_over
 from launcher.node.say import say
-from launcher.retries import polled
+from launcher.platforms.retries import polled
 
 READ_BEATS = 5
 """A watchdog reads the beat every so many beats."""

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.event import whole
 from launcher.record.timeline import STEPS, EpochSpan, StepDone, epochs, lineage
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
-from elastic_trainer.events import Event
-from elastic_trainer.layout import layout_label
-from elastic_trainer.quantities import counted
+from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.events import Event
 
 _MAX_LINE: Final = 150
 """Characters of one line; errors of libraries can be long, the logs have all of them."""

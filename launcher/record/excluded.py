@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.event import named
 
 EXCLUSIONS: Final = ("member.evicted", "member.readmitted")

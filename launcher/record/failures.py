@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
-from elastic_trainer.events import Event
-from elastic_trainer.failures import Kind
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import Kind
 from launcher.record.event import node_names, number, worker_rank
 from launcher.record.timeline import EpochSpan
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.events import Event
-from elastic_trainer.regular_file import open_regular
-from elastic_trainer.typed import check_types
-from launcher.errors import UserError
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.typed import check_types
+from elastic_trainer.storage.regular_file import open_regular
+from launcher.spec.errors import UserError
 
 MOST_EVENTS: Final = 200_000
 """So many are kept of a record of which the newest are wanted: some 200 MB."""

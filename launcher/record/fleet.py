@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Self
 
-from elastic_trainer.events import Event
-from elastic_trainer.failures import Kind
-from elastic_trainer.gpus import uuids_in
-from elastic_trainer.typed import check_types
-from launcher.errors import UserError
+from elastic_trainer.plan.gpus import uuids_in
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import Kind
+from elastic_trainer.record.typed import check_types
+from launcher.spec.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0
 """How long a strike counts."""

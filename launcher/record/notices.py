@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.event import counts, node_names, parked_text, whole
 
 _MARKS: Final = {

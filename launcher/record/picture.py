@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.cost import GpuTime, gpu_time_since
 from launcher.record.excluded import excluded_machines
 from launcher.record.failures import Failure, failures

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.event import node_names, number, whole
 
 STEP_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)

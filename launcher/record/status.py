@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any, Final
 
-from elastic_trainer.command import UNKNOWN_STEPS
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.events import Event
-from elastic_trainer.failures import Kind
+from elastic_trainer.plan.command import UNKNOWN_STEPS
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import Kind
 from launcher.record.event import counts, describe, node_names, number, parked_text
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.timeline import STEPS, StepDone, step_done

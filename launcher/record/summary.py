@@ -40,10 +40,10 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.events import Event
-from elastic_trainer.failures import EXIT_SAVED
-from elastic_trainer.ledger_audit import LedgerAudit
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import EXIT_SAVED
+from elastic_trainer.record.ledger_audit import LedgerAudit
 from launcher.record.excluded import excluded_machines
 from launcher.record.failures import Failure, failures
 from launcher.record.status import saved_nothing, steps_asked

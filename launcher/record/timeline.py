@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.event import node_names, number, whole
 
 STEPS: Final = ("step.completed", "step.skipped", "script.progress")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from elastic_trainer.events import Event
-from elastic_trainer.failures import EXIT_DONE
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import EXIT_DONE
 from launcher.record.event import number
 
 _SERIES: Final = {

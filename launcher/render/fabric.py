@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from launcher.jobspec.spec import JobSpec
+from launcher.spec.spec import JobSpec
 
 FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
 """Read by agents (elastic_trainer/agent/fabric.py)."""

@@ -14,13 +14,13 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan
+from launcher.plan.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import CONTAINERS, REPLICATED_JOB
 from launcher.render.kubernetes_objects import job_document, kubernetes_bundle
 from launcher.render.pod import pod_template
+from launcher.spec.spec import JobSpec
 
 FINAL_CODES: Final = (93, 94)
 """Of an agent whose job has ended for good."""

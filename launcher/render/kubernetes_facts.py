@@ -11,13 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
-from elastic_trainer.config import NO_DOMAIN
-from launcher.errors import Problem, UserError
-from launcher.jobspec.kubernetes import quantity_bytes
-from launcher.jobspec.spec import JobSpec
-from launcher.jobspec.values import is_levels
-from launcher.planning.clock import PodClock, pod_clock
-from launcher.planning.search import Plan
+from elastic_trainer.plan.config import NO_DOMAIN
+from launcher.plan.clock import PodClock, pod_clock
+from launcher.plan.search import Plan
 from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
     RUN_ID_ANNOTATION,
@@ -29,6 +25,10 @@ from launcher.render.kubernetes_names import (
     pod_run_dir,
 )
 from launcher.render.local import named_ledger, resolve
+from launcher.spec.errors import Problem, UserError
+from launcher.spec.kubernetes import quantity_bytes
+from launcher.spec.spec import JobSpec
+from launcher.spec.values import is_levels
 
 _GIB: Final = 2**30
 _SHM_SPARE_GIB: Final = 8

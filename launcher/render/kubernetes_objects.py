@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.quantities import counted
-from launcher.errors import UserError
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan
+from elastic_trainer.plan.quantities import counted
+from launcher.plan.search import Plan
 from launcher.render.bundle import MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import (
@@ -24,6 +22,8 @@ from launcher.render.kubernetes_names import (
 )
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.local import render_local, to_train_config
+from launcher.spec.errors import UserError
+from launcher.spec.spec import JobSpec
 
 Object = dict[str, Any]
 MAX_CONFIG_BYTES: Final = 1 << 20

@@ -7,13 +7,13 @@ from pathlib import Path, PurePath
 from typing import Final
 
 from elastic_trainer.board.open_board import KUBERNETES
-from elastic_trainer.config import CheckpointSection, TrainConfig
-from launcher.errors import UserError
-from launcher.jobspec.source import read_source, write_sets
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan
+from elastic_trainer.plan.config import CheckpointSection, TrainConfig
+from launcher.plan.search import Plan
 from launcher.render.bundle import JOB_FILE, Bundle
 from launcher.render.kubernetes_yaml import to_yaml
+from launcher.spec.errors import UserError
+from launcher.spec.source import read_source, write_sets
+from launcher.spec.spec import JobSpec
 
 HEAD: Final = "# Relative paths are relative to "
 """How the job file that is kept with a run begins."""

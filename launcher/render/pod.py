@@ -27,9 +27,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from elastic_trainer.config import NO_DOMAIN
-from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
-from launcher.jobspec.pod_patch import patched
+from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.render.fabric import Fabric, job_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
@@ -49,6 +47,8 @@ from launcher.render.kubernetes_names import (
     own_account,
     secret_name,
 )
+from launcher.spec.kubernetes import Kubernetes, Toleration, cpu_count
+from launcher.spec.pod_patch import patched
 
 Object = dict[str, Any]
 METRICS_PORT: Final = "metrics"

@@ -15,12 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan
+from launcher.plan.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_objects import job_document, kubernetes_bundle
 from launcher.render.pod import pod_template
+from launcher.spec.spec import JobSpec
 
 
 def render_pytorchjob(

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from elastic_trainer.config import NO_DOMAIN
-from launcher.errors import UserError
-from launcher.jobspec.slurm import array_indices
-from launcher.jobspec.spec import JobSpec
-from launcher.jobspec.values import is_levels
-from launcher.planning.clock import Clock, clock_chain
-from launcher.planning.search import Plan
+from elastic_trainer.plan.config import NO_DOMAIN
+from launcher.plan.clock import Clock, clock_chain
+from launcher.plan.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.fabric import Fabric, Variable, fabric_variables
 from launcher.render.local import checkpoint_dir, render_local, resolve
@@ -33,6 +29,10 @@ from launcher.render.shell import (
     template,
     words,
 )
+from launcher.spec.errors import UserError
+from launcher.spec.slurm import array_indices
+from launcher.spec.spec import JobSpec
+from launcher.spec.values import is_levels
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from launcher.errors import UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
     from jinja2 import Template

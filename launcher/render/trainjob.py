@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from launcher.jobspec.spec import JobSpec
-from launcher.planning.search import Plan
+from launcher.plan.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.jobset import jobset_spec
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import API_VERSIONS
 from launcher.render.kubernetes_objects import job_document, kubernetes_bundle, metadata
+from launcher.spec.spec import JobSpec
 
 ANCESTOR: Final = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 """On the Job whose number of pods is the number of nodes; its container is called node."""

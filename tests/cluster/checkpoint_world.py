@@ -26,23 +26,23 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, update
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.saver import CheckpointPolicy
-from elastic_trainer.checkpoint.state import live_tensors
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.state import live_tensors
+from elastic_trainer.worker.rank_grid import RankGrid
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(

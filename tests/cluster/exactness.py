@@ -24,10 +24,10 @@ import torch
 from harness import Run, make_config
 from torch import Tensor
 
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.layout import AXES, ParallelLayout, layout_label
-from elastic_trainer.models import PRESETS
-from launcher.jobspec.rules import Facts, layout_findings
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.layout import AXES, ParallelLayout, layout_label
+from elastic_trainer.plan.models import PRESETS
+from launcher.spec.rules import Facts, layout_findings
 
 BOUND = 2e-6
 """Relative; the project's definition of agreement between layouts."""

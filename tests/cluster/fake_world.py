@@ -20,16 +20,16 @@ from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic_trainer.checkpoint.state import clean_name
-from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import Samples
 from elastic_trainer.parallel.apply import initialise, slice_of
-from elastic_trainer.training.engine import Engine
-from elastic_trainer.training.feed import Feed
-from elastic_trainer.training.optimizer import build_optimizer, clip_gradients, gradient_square_sum
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.state.state import clean_name
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.feed import Feed
+from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["elastic_trainer.train", "fake_world"])
+_SERVER.set_forkserver_preload(["elastic_trainer.train.main", "fake_world"])
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
 

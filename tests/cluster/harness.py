@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from elastic_trainer import rank_grid, train
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, update
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -41,16 +40,18 @@ from elastic_trainer.config import (
     TrainSection,
     ValidationSection,
 )
-from elastic_trainer.events import Event
-from elastic_trainer.heartbeat import Beat, Heartbeat, Request
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
-from elastic_trainer.ledger_audit import LedgerAudit, audit
-from elastic_trainer.models import ModelShape
-from elastic_trainer.worker_answers import forget_answers
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.ledger_audit import LedgerAudit, audit
+from elastic_trainer.train import main as train
+from elastic_trainer.worker import rank_grid
+from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Request
+from elastic_trainer.worker.worker_answers import forget_answers
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["elastic_trainer.train"])
+_SERVER.set_forkserver_preload(["elastic_trainer.train.main"])
 DEADLINE_S = 50.0
 MAX_GROUP = "TEST_MAX_GROUP"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 
 ROOT = Path(__file__).parents[2]
 JOB = """\

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
-from launcher.backends.base import JobId
-from launcher.backends.local import LocalCluster, LocalNode
+from launcher.platforms.base import JobId
+from launcher.platforms.local import LocalCluster, LocalNode
 
 _SUBNET = "10.213.77"
 _CLONE_NEWNET = 0x40000000  # linux/sched.h

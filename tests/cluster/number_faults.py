@@ -50,7 +50,7 @@ def parse(text: str) -> list[NumberFault]:
 
 def install_in_zygote() -> None:
     """Do as `install` in this agent's zygote, once that has imported the trainer."""
-    from elastic_trainer.zygote import Zygote
+    from elastic_trainer.worker.zygote import Zygote
 
     warm_up = Zygote._warm_up
 
@@ -65,7 +65,7 @@ def install() -> None:
     """Make every trainer of this process, and of those it forks, suffer the faults."""
     import torch
 
-    from elastic_trainer.training.trainer import Trainer
+    from elastic_trainer.train.trainer import Trainer
 
     honest = Trainer._train_step
 
@@ -123,7 +123,7 @@ def _local(tensor):
 
 def main() -> int:
     """Train with the faults that the environment names."""
-    from elastic_trainer import train
+    from elastic_trainer.train import main as train
 
     install()
     return train.main()

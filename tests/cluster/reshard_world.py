@@ -25,28 +25,28 @@ from harness import make_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
-from elastic_trainer.checkpoint import memory_reader
-from elastic_trainer.checkpoint.collective import Collective
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.memory_restore import copy_again, restore_from_memory
-from elastic_trainer.checkpoint.saver import CheckpointPolicy
-from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
-from elastic_trainer.config import ElasticSection
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.models import ModelShape
-from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.parallel.apply import slice_of
-from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.snapshots.errors import TornImageError
-from elastic_trainer.snapshots.image import Image
-from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
-from elastic_trainer.training.engine import Engine
-from elastic_trainer.training.optimizer import build_optimizer
+from elastic_trainer.plan.config import ElasticSection
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.state import memory_reader
+from elastic_trainer.state.collective import Collective
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory_restore import copy_again, restore_from_memory
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.snapshots.errors import TornImageError
+from elastic_trainer.state.snapshots.image import Image
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
+from elastic_trainer.state.state import create_optimizer_state, live_tensors
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.optimizer import build_optimizer
+from elastic_trainer.worker.rank_grid import RankGrid
+from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""

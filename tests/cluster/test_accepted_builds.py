@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_jobs import MAX_WORLD, drawn_jobs, legal_jobs
 
-from elastic_trainer.layout import AXES
-from elastic_trainer.rank_part import rank_part
-from launcher.codes import CODES
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
+from elastic_trainer.plan.layout import AXES
+from elastic_trainer.train.rank_part import rank_part
+from launcher.plan.search import plan
 from launcher.render.local import to_train_config
+from launcher.spec.codes import CODES
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 SETTINGS = {
     "deadline": None,

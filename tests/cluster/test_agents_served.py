@@ -11,7 +11,7 @@ import pytest
 from live_run import family, live_run, signal_all
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_trainer.config import METRICS_TARGETS
+from elastic_trainer.plan.config import METRICS_TARGETS
 
 
 def free_port():

@@ -15,7 +15,7 @@ import time
 import psutil
 from test_run import ROOT, arguments, job, wait_for
 
-from elastic_trainer.agent.wire.secret import MAGIC, SECRET_NAME
+from elastic_trainer.worker.secret import MAGIC, SECRET_NAME
 
 __all__ = ["job"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.background import read_mark
 from launcher.cli.main import run_cli
+from launcher.platforms.background import read_mark
 
 ROOT = Path(__file__).parents[2]
 JOB = """\

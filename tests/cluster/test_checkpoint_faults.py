@@ -21,7 +21,7 @@ from checkpoint_world import (
 )
 
 from elastic_trainer.board.state import update
-from elastic_trainer.checkpoint.errors import CheckpointError
+from elastic_trainer.state.errors import CheckpointError
 
 POINTS = ("made", "data", "written", "manifest", "committed")
 

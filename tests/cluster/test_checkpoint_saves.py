@@ -9,10 +9,10 @@ from checkpoint_world import Trainer, commits, events, run_world
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.reader import read_index
-from elastic_trainer.checkpoint.save import Writer
-from elastic_trainer.checkpoint.state import Stager
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.reader import read_index
+from elastic_trainer.state.save import Writer
+from elastic_trainer.state.state import Stager
 
 
 def save_while_training(run):

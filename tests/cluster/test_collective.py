@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from checkpoint_world import run_world
 
-from elastic_trainer import rank_grid
-from elastic_trainer.checkpoint.collective import Collective, StepFailedError
-from elastic_trainer.rank_grid import RankGrid, grid_shape, lines
+from elastic_trainer.state.collective import Collective, StepFailedError
+from elastic_trainer.worker import rank_grid
+from elastic_trainer.worker.rank_grid import RankGrid, grid_shape, lines
 
 WAIT = timedelta(seconds=30)
 WORLDS = [(4, 32), (8, 2), (7, 2), (5, 2), (7, 3)]

@@ -8,8 +8,8 @@ import struct
 import numpy as np
 from harness import TEXT, Run, make_config
 
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 
 TOKENS = np.frombuffer(TEXT.encode(), dtype=np.uint8).astype("<u2")
 DOCUMENTS = np.split(TOKENS, range(37, len(TOKENS), 101))

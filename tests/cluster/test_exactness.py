@@ -17,9 +17,9 @@ from exactness import config_of as trained_config
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS, Plugin
-from elastic_trainer.models.mixtral import Mixtral
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS, Plugin
+from elastic_trainer.plan.models.mixtral import Mixtral
 
 ONE = ParallelLayout()
 
@@ -126,7 +126,7 @@ def test_gradients_reduced_once_a_step_agree_with_one_process(case, tmp_path):
 OWN = """
 from torch import nn
 from torch.nn import functional as F
-from elastic_trainer.model import Block, Decoder
+from elastic_trainer.model.decoder import Block, Decoder
 
 class OwnBlock(Block):
     def __init__(self, shape):
@@ -169,7 +169,7 @@ def test_a_jobs_own_decoder_agrees_with_one_process(layout, tmp_path):
 IN_BF16 = """
 from functools import partial
 import torch
-from elastic_trainer.model import Decoder
+from elastic_trainer.model.decoder import Decoder
 from elastic_trainer.parallel import apply
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobspec.reading import parse_spec
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.submitting.freeze import freeze_code, survey, upgrade, use_code
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.local import render_local
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.submitting.freeze import freeze_code, survey, upgrade, use_code
+from launcher.spec.reading import parse_spec
 
 ROOT = Path(__file__).parents[2]
 JOB = """\

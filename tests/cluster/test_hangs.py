@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from live_run import LiveRun, family, live_run, signal_all
 
-from elastic_trainer.events import Event
-from elastic_trainer.injected import Inside
+from elastic_trainer.plan.injected import Inside
+from elastic_trainer.record.events import Event
 
 Record = Callable[[str, object], None]
 pytestmark = pytest.mark.timeout(600)

@@ -9,11 +9,11 @@ import torch
 from harness import SHAPE, Run, make_config
 from safetensors.torch import load_file
 
-from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.hf_convert import export_hf, import_hf
-from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.model import build
+from elastic_trainer.model.decoder import build
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state import hf_names
+from elastic_trainer.state.hf_convert import export_hf, import_hf
+from elastic_trainer.state.storage import CheckpointStorage
 
 MANY_ROWS = 10**9
 TIED = dataclasses.replace(SHAPE, tie_embeddings=True)

@@ -20,19 +20,19 @@ from checkpoint_world import Trainer, board_state, run_world
 from reshard_world import prove
 
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
-from elastic_trainer.checkpoint import memory_reader, memory_restore
-from elastic_trainer.checkpoint.errors import CheckpointError
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.reader import CheckpointReader
-from elastic_trainer.checkpoint.state import RNG, STEP, TRAINER, live_tensors
-from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.lineage import Lineage
-from elastic_trainer.snapshots.image import PAGE, Image, parse_name
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.lineage import Lineage
+from elastic_trainer.state import memory_reader, memory_restore
+from elastic_trainer.state.errors import CheckpointError
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.snapshots.image import PAGE, Image, parse_name
+from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.state import RNG, STEP, TRAINER, live_tensors
+from elastic_trainer.state.storage import CheckpointStorage
+from elastic_trainer.worker.secret import KEY_BYTES
 
 WORLD = 2
 STORED, KEPT = (1, 2, 3, 4), (5, 6)

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from fake_world import apart
 from harness import Run, heartbeat_path, make_config
 
-from elastic_trainer import process_groups, rank_grid
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.heartbeat import Heartbeat
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.training.session import WorkerContext
-from elastic_trainer.training.trainer import Trainer
-from elastic_trainer.training.warm_up import forget_others
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.train.session import WorkerContext
+from elastic_trainer.train.trainer import Trainer
+from elastic_trainer.train.warm_up import forget_others
+from elastic_trainer.worker import process_groups, rank_grid
+from elastic_trainer.worker.heartbeat import Heartbeat
 
 SHAPE = ModelShape(num_layers=16, dim=64, num_heads=8, num_kv_heads=8, ffn_dim=64, vocab_size=256)
 BLOB_BYTES = 200

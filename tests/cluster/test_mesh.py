@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.parallel import mesh
 from elastic_trainer.parallel.mesh import build_meshes
+from elastic_trainer.plan.layout import ParallelLayout
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["elastic_trainer.train"])
+_SERVER.set_forkserver_preload(["elastic_trainer.train.main"])
 TIMEOUT = timedelta(seconds=37)
 
 

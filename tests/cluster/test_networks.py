@@ -15,10 +15,10 @@ import pytest
 from fault_matrix import Layout, events, losses, story, write_job
 from namespaces import Network, why_not
 
-from launcher.backends.base import JobId
-from launcher.backends.local import LocalCluster
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.local import job as local_job
+from launcher.local import job as local_job
+from launcher.platforms.base import JobId
+from launcher.platforms.local import LocalCluster
+from launcher.runs import run_dir as run_dirs
 
 LAYOUT = Layout("dp2", "{dp: auto}", nodes=2)
 STEPS = 4

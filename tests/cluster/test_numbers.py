@@ -14,14 +14,8 @@ from harness import TEXT, Run, make_config
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.failures import (
-    EXIT_DO_NOT_RESTART,
-    EXIT_SAVED,
-    Action,
-    Kind,
-    classify,
-)
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED, Action, Kind, classify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24

@@ -13,11 +13,11 @@ import pytest
 import torch
 from harness import Run, make_config
 
-from elastic_trainer.agent.wire.secret import make_secret
-from elastic_trainer.checkpoint.offload import HOST
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.peer import Peer, write_peers
-from elastic_trainer.training import session
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state.offload import HOST
+from elastic_trainer.state.snapshots.peer import Peer, write_peers
+from elastic_trainer.train import session
+from elastic_trainer.worker.secret import make_secret
 
 LATE_S = 0.5
 """What a device that nobody waits for takes for a copy; a step takes milliseconds."""

@@ -9,9 +9,9 @@ from fault_matrix import LAYOUTS, events, losses, run_case, write_job
 from fault_matrix import check as check_undisturbed
 from namespaces import Network, cluster_in, why_not
 
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.local import job as local_job
-from launcher.ops.summary_file import audit_ledger
+from launcher.local import job as local_job
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.summary_file import audit_ledger
 
 LAYOUT = LAYOUTS["dp4"]
 DEADLINE_S = 90.0

@@ -28,12 +28,12 @@ slurm: {umask: "0027", group: users}
 SUBMIT = """\
 import sys
 from pathlib import Path
-from launcher.ops import permissions, run_dir as run_dirs
-from launcher.ops.submitting.environment import describe, record_environment
-from launcher.ops.submitting.freeze import freeze_code, survey, use_code
-from launcher.planning.search import plan
+from launcher.runs import permissions, run_dir as run_dirs
+from launcher.runs.submitting.environment import describe, record_environment
+from launcher.runs.submitting.freeze import freeze_code, survey, use_code
+from launcher.plan.search import plan
 from launcher.render.local import render_local
-from launcher.jobspec.reading import load_spec
+from launcher.spec.reading import load_spec
 
 base, run_dir = Path(sys.argv[1]), Path(sys.argv[1]) / "runs" / "r"
 spec = load_spec(base / "job.yaml")

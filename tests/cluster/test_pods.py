@@ -17,13 +17,13 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.events import Event
-from launcher import stop_request
-from launcher.jobspec.reading import parse_spec
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.summary_file import audit_ledger
-from launcher.planning.search import plan
+from elastic_trainer.record.events import Event
+from launcher.plan.search import plan
+from launcher.record import stop_request
 from launcher.render.local import render_local
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.summary_file import audit_ledger
+from launcher.spec.reading import parse_spec
 
 ROOT = Path(__file__).parents[2]
 JOB = """\

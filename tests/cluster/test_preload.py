@@ -13,14 +13,14 @@ import pytest
 from harness import SHAPE as TWO_LAYERS
 from harness import Run, make_config
 
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
 
 SHAPE = dataclasses.replace(TWO_LAYERS, num_layers=4)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, sys
-import elastic_trainer.train as train
+import elastic_trainer.train.main as train
 threads = len(os.listdir("/proc/self/task"))
 before = set(sys.modules)
 code = train.main()

@@ -13,10 +13,10 @@ from exactness import Case, cases
 from reshard_world import prove, read_all, read_memories, write, write_memory
 
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.image import PAGE
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state.snapshots.image import PAGE
+from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.worker.secret import KEY_BYTES
 
 SAMPLE = (
     Case(ParallelLayout()),

@@ -10,8 +10,8 @@ import pytest
 from exactness import BOUND, Case, compare, identical, trained
 from harness import Run, make_config
 
-from elastic_trainer.heartbeat import Request, Section
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.worker.heartbeat import Request, Section
 
 STEPS = 10
 

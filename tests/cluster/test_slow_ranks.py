@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from live_run import live_run
 
-from elastic_trainer.injected import Inside
+from elastic_trainer.plan.injected import Inside
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

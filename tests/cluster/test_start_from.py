@@ -9,8 +9,8 @@ import pytest
 from test_run import HOLDFAST, arguments, holdfast, summary_of
 from tiny_run import events, losses
 
-from elastic_trainer.config import OptimizerConfig
-from elastic_trainer.training.optimizer import learning_rate
+from elastic_trainer.plan.config import OptimizerConfig
+from elastic_trainer.train.optimizer import learning_rate
 
 JOB = """\
 name: tiny

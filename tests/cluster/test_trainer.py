@@ -11,10 +11,10 @@ import pytest
 import torch
 from harness import SHAPE, Run, make_config
 
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
-from elastic_trainer.heartbeat import Request, Section
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models.mixtral import Mixtral
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
+from elastic_trainer.worker.heartbeat import Request, Section
 
 B = 12
 MANY = 5000

@@ -15,14 +15,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from launcher.backends.kubernetes.documents import template_of
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from launcher.plan.search import plan
+from launcher.platforms.kubernetes.documents import template_of
+from launcher.platforms.targets import target_named
 from launcher.render.kubernetes_names import job_name
-from launcher.targets import target_named
+from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
+from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "slurm"

@@ -14,8 +14,8 @@ import pytest
 import torch
 from harness import SHAPE, Run, make_config
 
-from elastic_trainer.events import Event
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.events import Event
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"

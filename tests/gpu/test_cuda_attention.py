@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.model import CausalAttention, attend
+from elastic_trainer.model.decoder import CausalAttention, attend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from elastic_trainer.checkpoint.offload import offload_of
+from elastic_trainer.state.offload import offload_of
 
 NUM_BYTES = 256 << 20
 CYCLES = 1_000_000_000

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import SHAPE, Run, make_config
 
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
 
 ONE = ParallelLayout()
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from elastic_trainer import train as train  # noqa: PLC0414  what the trainer's zygote has
-from elastic_trainer.children import children
+from elastic_trainer.worker.children import children
 
 if os.environ.get("SHIM_PLANT"):
     torch.cuda.is_available()

@@ -20,7 +20,7 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
-from launcher.backends.kubernetes.machines import REASON
+from launcher.platforms.kubernetes.machines import REASON
 
 KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
 _GONE_S = 180.0

@@ -12,12 +12,11 @@ import yaml
 from k8s_cluster import KINDS, Cluster
 
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.events import EVENTS
-from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.jobspec.reading import parse_spec
-from launcher.ops.summary_file import audit_ledger
-from launcher.planning.search import plan
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.events import EVENTS
+from elastic_trainer.record.ledger_audit import LedgerAudit
+from launcher.plan.search import plan
+from launcher.platforms.targets import target_named
 from launcher.render.kubernetes_names import (
     RUN_LABEL,
     SECRET_KEY,
@@ -25,7 +24,8 @@ from launcher.render.kubernetes_names import (
     job_name,
     secret_name,
 )
-from launcher.targets import target_named
+from launcher.runs.summary_file import audit_ledger
+from launcher.spec.reading import parse_spec
 
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
 JOB = """\

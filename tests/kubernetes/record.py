@@ -24,10 +24,10 @@ from kubernetes import client, config
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "launcher"))
 from kubernetes_tape import CALLS, FOLDER, NAMESPACE, STATES, Recorder, files_of
 
-from launcher.backends.base import JobId, JobRef
-from launcher.backends.kubernetes.api import KubernetesApi, connect
-from launcher.backends.kubernetes.backend import KubernetesBackend
-from launcher.errors import HoldfastError
+from launcher.platforms.base import JobId, JobRef
+from launcher.platforms.kubernetes.api import KubernetesApi, connect
+from launcher.platforms.kubernetes.backend import KubernetesBackend
+from launcher.spec.errors import HoldfastError
 
 KINDS = ("pytorchjob", "jobset", "trainjob")
 WANTED = {
@@ -176,7 +176,7 @@ class Studio:
         return found
 
     def _place(self, kind: str) -> tuple[Any, str, str]:
-        from launcher.backends.kubernetes.documents import RESOURCES
+        from launcher.platforms.kubernetes.documents import RESOURCES
         from launcher.render.kubernetes_names import KINDS as NAMES
 
         return RESOURCES[NAMES[kind]], NAMESPACE, "tiny-1"

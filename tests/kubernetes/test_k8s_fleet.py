@@ -12,7 +12,7 @@ import pytest
 import yaml
 from k8s_user import ROOT, RUN
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.record.fleet import STRIKES, Entry, Verdict
 
 pytestmark = pytest.mark.timeout(600)

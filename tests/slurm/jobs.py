@@ -13,15 +13,15 @@ import tiny_run
 from cluster import SlurmCluster, until
 from tiny_run import LOSS_REL, TEXT
 
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.ledger_audit import LedgerAudit
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.ledger_audit import LedgerAudit
 from launcher.cli.main import run_cli
-from launcher.jobspec.reading import load_spec
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.run_dir import write_bundle
-from launcher.ops.summary_file import audit_ledger
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.run_dir import write_bundle
+from launcher.runs.summary_file import audit_ledger
+from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 MORE = """\

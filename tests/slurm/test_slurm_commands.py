@@ -11,8 +11,8 @@ import pytest
 from cluster import until
 from jobs import ALWAYS, ROOT, WAIT_S, job_text
 
-from launcher.ops.checkpoints.commits import RunCheckpoints
 from launcher.record.files import RunRecord
+from launcher.runs.checkpoints.commits import RunCheckpoints
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -9,7 +9,7 @@ import pytest
 from cluster import until
 from jobs import ALWAYS, WAIT_S, submitted_run
 
-from launcher.ops.checkpoints.commits import RunCheckpoints
+from launcher.runs.checkpoints.commits import RunCheckpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

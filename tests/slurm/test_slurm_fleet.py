@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs import ALWAYS, submitted_run
 
-from launcher.backends.slurm.parse import expand_nodes, parse_scontrol
+from launcher.platforms.slurm.parse import expand_nodes, parse_scontrol
 from launcher.record.files import LauncherLog
 
 pytestmark = pytest.mark.timeout(400)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.fleet import Fleet
-from launcher.ops.preflight.checks import CHECKS
+from launcher.fleet.ledger import Fleet
+from launcher.fleet.preflight.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from jobs import STEPS, make_run
 
-from launcher.backends.slurm.parse import expand_nodes, parse_scontrol
+from launcher.platforms.slurm.parse import expand_nodes, parse_scontrol
 from launcher.record.files import LauncherLog
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from jobs import LOSS_REL, make_run
 
-from launcher import stop_request
+from launcher.record import stop_request
 
 
 @pytest.mark.timeout(400)

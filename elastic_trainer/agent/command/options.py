@@ -38,17 +38,17 @@ from elastic_trainer.agent.command.flags import (
 from elastic_trainer.agent.membership.jobs import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
-from elastic_trainer.command import Command, split_command
-from elastic_trainer.config import (
+from elastic_trainer.plan.command import Command, split_command
+from elastic_trainer.plan.config import (
     NO_DOMAIN,
     CodeSection,
     ElasticSection,
     NetworkSection,
     TrainConfig,
 )
-from elastic_trainer.ladder import Ladder
-from elastic_trainer.templates import explain, literal, unknown_names
-from elastic_trainer.zygote import DEFAULT_PRELOAD
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.plan.templates import explain, literal, unknown_names
+from elastic_trainer.worker.zygote import DEFAULT_PRELOAD
 
 IN_JOB_JSON = (
     "nnodes",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
-from elastic_trainer.heartbeat import BUCKETS, WAITING, Beat, Pace, Part, Section, edge_s
+from elastic_trainer.worker.heartbeat import BUCKETS, WAITING, Beat, Pace, Part, Section, edge_s
 
 P99_FACTOR: Final = 4.0
 LONGEST_FACTOR: Final = 2.0

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 
 DEADLINE_S = 5.0
 PIECE = 100

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_trainer.agent.hangs.procfs import state_of
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.flight_recorder import Front
-from elastic_trainer.worker_answers import (
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.worker.worker_answers import (
     STACKS_SIGNAL,
     ask,
     flight_path,

@@ -16,7 +16,8 @@ from elastic_trainer.agent.membership.messages import PastFailure
 from elastic_trainer.agent.membership.notices import WorkersFailed, named
 from elastic_trainer.agent.membership.table import Members
 from elastic_trainer.board.state import Sizes
-from elastic_trainer.failures import (
+from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
     Action,
@@ -25,7 +26,6 @@ from elastic_trainer.failures import (
     names_an_error,
     signature,
 )
-from elastic_trainer.quantities import counted
 
 NOT_OF_A_NODE: Final = (Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY)
 """What a program does to itself: however often one node has it, that node is healthy."""

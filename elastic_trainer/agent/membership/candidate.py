@@ -24,7 +24,7 @@ from elastic_trainer.agent.membership.roles import (
 )
 from elastic_trainer.agent.membership.seeker import RETRY_S
 from elastic_trainer.board.state import BoardState, Lease, Token
-from elastic_trainer.failures import EXIT_DONE
+from elastic_trainer.record.failures import EXIT_DONE
 
 PEEK_S = 0.5
 """How often a candidate, or one in line, looks whether the job has gone on without it."""

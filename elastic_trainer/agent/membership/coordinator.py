@@ -93,16 +93,16 @@ from elastic_trainer.agent.membership.stragglers import Stragglers
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.agent.membership.terms import differences, digest
 from elastic_trainer.board.state import BoardState, Token
-from elastic_trainer.failures import (
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.failures import (
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
     Kind,
 )
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Rung
-from elastic_trainer.quantities import counted
+from elastic_trainer.worker.heartbeat import Request
 
 GROW_SETTLE_S: Final = 2.0
 """Growth waits until nobody has come for so long: those that come together cost one epoch."""

@@ -30,8 +30,8 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.agent.membership.terms import Terms, differences, digest
 from elastic_trainer.board.state import BoardState, Token
-from elastic_trainer.config import ElasticSection
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.config import ElasticSection
+from elastic_trainer.plan.ladder import Ladder
 
 FENCE_RENEWALS: Final = 2.0
 """Workers whose agents hear of neither a coordinator nor the board are ended after so many times

@@ -40,7 +40,7 @@ from elastic_trainer.agent.membership.roles import (
     Transition,
 )
 from elastic_trainer.board.state import BoardState, Token
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.worker.heartbeat import Request
 
 
 class Follower(Role):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.membership.notices import WorkersFailed, WorkersSeen, WorkerView
-from elastic_trainer.failures import Action, Failure, Kind
-from elastic_trainer.flight_recorder import Front
-from elastic_trainer.heartbeat import WAITING, Part, Section
+from elastic_trainer.record.failures import Action, Failure, Kind
+from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.worker.heartbeat import WAITING, Part, Section
 
 ANSWER_S: Final = 0.5
 """How long an agent may take to say where its workers stand, and a coordinator to ask. The

@@ -6,10 +6,10 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic_trainer.failures import Failure
-from elastic_trainer.flight_recorder import Front
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Rung
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.record.failures import Failure
+from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.worker.heartbeat import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

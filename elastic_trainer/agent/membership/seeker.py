@@ -17,7 +17,7 @@ from elastic_trainer.agent.membership.roles import (
     unfit_message,
 )
 from elastic_trainer.board.state import BoardState, Lease, Sizes, Token
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FEW_NODES
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FEW_NODES
 
 RETRY_S = 0.2
 """The board is read again after this at most; after twice as long each time that it says the same,

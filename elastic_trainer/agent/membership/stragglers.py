@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.membership.notices import RankPace
-from elastic_trainer.heartbeat import Part
+from elastic_trainer.worker.heartbeat import Part
 
 OWN_PARTS: Final = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
 """The order of `RankPace.own_s`."""

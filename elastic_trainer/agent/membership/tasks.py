@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.heartbeat import Beat
+from elastic_trainer.worker.heartbeat import Beat
 
-SCRIPT_PRELOAD = "elastic_trainer.script_preload"
+SCRIPT_PRELOAD = "elastic_trainer.worker.script_preload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
 
 Terms = Mapping[str, str]
 """What is agreed upon -> this agent's value of it."""

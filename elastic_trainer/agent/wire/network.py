@@ -20,7 +20,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
 from elastic_trainer.agent.wire.accept_limiter import MOST, AcceptLimiter
-from elastic_trainer.agent.wire.secret import (
+from elastic_trainer.plan.running_clock import RunningClock
+from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.secret import (
     TAG_BYTES,
     AuthError,
     Badge,
@@ -28,8 +30,6 @@ from elastic_trainer.agent.wire.secret import (
     Session,
     fingerprint,
 )
-from elastic_trainer.open_files import open_files
-from elastic_trainer.running_clock import RunningClock
 
 BACKLOG: Final = 4096
 """Connections that may wait: all agents of a large job come at once."""

@@ -14,8 +14,8 @@ from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import Launch
 from elastic_trainer.agent.wire.addresses import interface_of
 from elastic_trainer.agent.workers.settings import AgentConfig
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.snapshots.peer import Peer, write_peers
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.state.snapshots.peer import Peer, write_peers
 
 
 def base_environment(

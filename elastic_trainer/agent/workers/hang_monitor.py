@@ -11,8 +11,8 @@ from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, Wor
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
-from elastic_trainer.flight_recorder import Front
-from elastic_trainer.heartbeat import Section
+from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.worker.heartbeat import Section
 
 LEARN_S = 1.0
 """Between two looks at the histograms."""

@@ -23,8 +23,8 @@ from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.settings import AgentConfig, Membership
 from elastic_trainer.agent.workers.voice import Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import (
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.failures import (
     DETAIL_CHARS,
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,

@@ -18,10 +18,10 @@ from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
 from elastic_trainer.agent.workers.workers import Workers, size_of
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
-from elastic_trainer.heartbeat import Beat, Request, Section
-from elastic_trainer.script_steps import (
+from elastic_trainer.plan.templates import fill, values_of
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
+from elastic_trainer.record.script_steps import (
     FEW_STEPS,
     MOST_FROM_SCRATCH,
     Restart,
@@ -31,7 +31,7 @@ from elastic_trainer.script_steps import (
     newest_shown,
     restart,
 )
-from elastic_trainer.templates import fill, values_of
+from elastic_trainer.worker.heartbeat import Beat, Request, Section
 
 PROGRESS_S = 1.0
 """Least time between two `script.progress` events."""

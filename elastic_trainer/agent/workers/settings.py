@@ -11,8 +11,8 @@ from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
 from elastic_trainer.agent.stop_signals import STOPS
 from elastic_trainer.agent.workers.status import NodeStatus
-from elastic_trainer.gpus import Gpu
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.gpus import Gpu
+from elastic_trainer.plan.ladder import Ladder
 
 
 class Membership(Protocol):

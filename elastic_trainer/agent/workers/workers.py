@@ -23,9 +23,9 @@ from elastic_trainer.agent.membership.tasks import (
     ZygoteLost,
 )
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
-from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
-from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
-from elastic_trainer.worker_answers import forget_answers
+from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
+from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Pace, Request, Section
+from elastic_trainer.worker.worker_answers import forget_answers
 
 LOG_TAIL_BYTES = 65536
 """More than the stacks of all threads at an end by a signal, which come after the reason."""

@@ -1,6 +1,6 @@
 """The agent's end of the zygote: starts the process, speaks to it, buries it.
 
-Knows processes and messages, nothing of epochs' meaning; see `elastic_trainer/zygote.py`
+Knows processes and messages, nothing of epochs' meaning; see `elastic_trainer/worker/zygote.py`
 for the messages.
 """
 
@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_trainer.children import adopt_orphans, children, kill_children
-from elastic_trainer.fresh_process import HELD, handed_on
-from elastic_trainer.zygote import become_zygote
+from elastic_trainer.worker.children import adopt_orphans, children, kill_children
+from elastic_trainer.worker.fresh_process import HELD, handed_on
+from elastic_trainer.worker.zygote import become_zygote
 
 SEND_TIMEOUT_S = 10.0
 """A zygote that takes no message for this long is broken."""
@@ -67,7 +67,12 @@ class ZygoteClient:
             theirs.set_inheritable(True)
             # -P passes on: no module of the working directory shadows a library.
             command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
-            command += ["-m", "elastic_trainer.zygote", str(theirs.fileno()), str(os.getpid())]
+            command += [
+                "-m",
+                "elastic_trainer.worker.zygote",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             pid = os.posix_spawn(
                 sys.executable,
                 [*command, preload, cwd, handed_on()],

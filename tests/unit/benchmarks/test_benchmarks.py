@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.model import Block, rope_table
+from elastic_trainer.model.decoder import Block, rope_table
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
@@ -74,7 +74,7 @@ def test_a_peer_that_is_not_installed_says_how(load, monkeypatch, tmp_path):
 
 def test_import_trace_names_packages(load):
     trace = "import time: self [us] | cumulative | imported package\n"
-    trace += "import time:       120 |        340 |   launcher.jobspec.spec\n"
+    trace += "import time:       120 |        340 |   launcher.spec.spec\n"
     trace += "a warning about torch\n"
     found = load("check_time").imported(trace)
     assert "launcher" in found

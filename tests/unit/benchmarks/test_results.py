@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from elastic_trainer.events import Event
-from launcher.ops.local.faults import Chaos
+from elastic_trainer.record.events import Event
+from launcher.local.faults import Chaos
 
 
 def outcome(aims, program, result, text="the table"):

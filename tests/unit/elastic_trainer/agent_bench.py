@@ -28,9 +28,9 @@ from elastic_trainer.agent.workers.group import JobResult, worker_spec
 from elastic_trainer.agent.workers.scratch import Scratch
 from elastic_trainer.agent.workers.settings import AgentConfig, SnapshotKeeper
 from elastic_trainer.agent.workers.workers import Workers
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
 
 ME = Member(agent_id="a1", node="n1", host="n1", address="127.0.0.2", port=1, workers=2)
 OTHER = Member(agent_id="a0", node="n0", host="n0", address="127.0.0.1", port=1, workers=2)

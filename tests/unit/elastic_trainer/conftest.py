@@ -16,7 +16,7 @@ def hf(tmp_path):
 @pytest.fixture
 def hf_run(tmp_path, hf):
     """The run directory that an import of `hf` makes."""
-    from elastic_trainer.checkpoint.hf_convert import import_hf
+    from elastic_trainer.state.hf_convert import import_hf
 
     import_hf(hf, tmp_path / "run", run_id="r")
     return tmp_path / "run"

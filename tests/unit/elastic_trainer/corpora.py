@@ -6,8 +6,8 @@ import array
 import struct
 from pathlib import Path
 
-from elastic_trainer.config import DataSection
 from elastic_trainer.data import open_corpus
+from elastic_trainer.plan.config import DataSection
 
 CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "d": 6, "f": 7, "H": 8}
 """Letter of the struct module -> Megatron's dtype code."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.hf_convert import Exported, export_hf
-from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.model import build
-from elastic_trainer.models import ModelShape
+from elastic_trainer.model.decoder import build
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.state import hf_names
+from elastic_trainer.state.hf_convert import Exported, export_hf
+from elastic_trainer.state.storage import CheckpointStorage
 
 SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=100)
 

@@ -7,7 +7,7 @@ import struct
 from types import TracebackType
 from typing import Self
 
-from elastic_trainer.agent.wire.secret import TAG_BYTES, AuthError, Badge, authenticate, fingerprint
+from elastic_trainer.worker.secret import TAG_BYTES, AuthError, Badge, authenticate, fingerprint
 
 
 class Insider:

@@ -42,7 +42,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.worker.heartbeat import Request
 
 END: Final = None
 """In a channel: the connection's end."""

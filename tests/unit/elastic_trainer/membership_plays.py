@@ -17,9 +17,9 @@ from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.notices import LeaveAsked, NodeLeaving
-from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES, Kind
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES, Kind
 
 SIZES: Final = (((2, 4), 30), ((5, 8), 30), ((9, 16), 20), ((17, 32), 12), ((33, 64), 8))
 """Numbers of nodes, and how many of a hundred plays have them."""

@@ -46,10 +46,10 @@ from elastic_trainer.agent.membership.notices import (
     WorkersSeen,
     WorkerView,
 )
-from elastic_trainer.failures import Action, Failure, Kind
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Ladder
-from elastic_trainer.running_clock import LONGEST_S
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.plan.running_clock import LONGEST_S
+from elastic_trainer.record.failures import Action, Failure, Kind
+from elastic_trainer.worker.heartbeat import Request
 
 WORKERS_START_S = 0.5
 WORKERS_SAVE_S = 0.2

@@ -14,18 +14,17 @@ from membership_node import Node
 
 from elastic_trainer.agent.membership.notices import EpochFormed, WorkersCommitted, WorkersEnded
 from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.checkpoint.errors import FencedError
-from elastic_trainer.checkpoint.manifest import directory_name, with_commit, with_origin
-from elastic_trainer.checkpoint.placement import (
+from elastic_trainer.record.lineage import Origin
+from elastic_trainer.state.errors import FencedError
+from elastic_trainer.state.manifest import directory_name, with_commit, with_origin
+from elastic_trainer.state.placement import (
     copy_node,
     kept_apart,
     shard_of,
     sightings,
     single_machine,
 )
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.lineage import Origin
-from elastic_trainer.snapshots.choice import (
+from elastic_trainer.state.snapshots.choice import (
     Holding,
     everybody_got_there,
     extent,
@@ -33,7 +32,8 @@ from elastic_trainer.snapshots.choice import (
     marks,
     newest_first,
 )
-from elastic_trainer.snapshots.image import Header
+from elastic_trainer.state.snapshots.image import Header
+from elastic_trainer.worker.heartbeat import Request
 
 if TYPE_CHECKING:
     from membership_sim import Cluster

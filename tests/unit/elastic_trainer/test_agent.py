@@ -43,10 +43,10 @@ from elastic_trainer.agent.membership.tasks import Happening, Task, WorkerExited
 from elastic_trainer.agent.workers.group import JobResult, forward_error_file, process_failure
 from elastic_trainer.agent.workers.hang_monitor import AGREE_S
 from elastic_trainer.agent.workers.workers import Workers, has_run
-from elastic_trainer.failures import Action, Kind
-from elastic_trainer.flight_recorder import Front
-from elastic_trainer.gpus import Gpu
-from elastic_trainer.heartbeat import Beat, Request, Section
+from elastic_trainer.plan.gpus import Gpu
+from elastic_trainer.record.failures import Action, Kind
+from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.worker.heartbeat import Beat, Request, Section
 
 __all__ = ["bench"]  # the fixture
 

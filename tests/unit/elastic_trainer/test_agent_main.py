@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import test_zygote as t
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 START_DEADLINE_S = 240.0

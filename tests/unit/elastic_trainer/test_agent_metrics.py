@@ -17,7 +17,7 @@ from elastic_trainer.agent import metrics as agent_metrics
 from elastic_trainer.agent.membership.notices import Member
 from elastic_trainer.agent.metrics import EPOCH, NodeMetrics, write_targets
 from elastic_trainer.agent.workers.status import STATES, NodeStatus
-from elastic_trainer.failures import Kind
+from elastic_trainer.record.failures import Kind
 
 NOW = 1_800_000_000.0
 
@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_costs_the_metrics_alone(served, capsys):
 
 def test_neither_agent_nor_zygote_imports_the_library():
     code = (
-        "import sys, elastic_trainer.agent.node, elastic_trainer.preload\n"
+        "import sys, elastic_trainer.agent.node, elastic_trainer.worker.preload\n"
         "assert 'elastic_trainer.agent.metrics' in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith('prometheus')]\n"
     )

@@ -17,7 +17,7 @@ from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options, parse
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.main import main
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -25,11 +25,11 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.storage_probe import probe_storage
-from elastic_trainer.templates import fill
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.templates import fill
+from elastic_trainer.storage.storage_probe import probe_storage
 
 
 def job(run_dir: Path) -> TrainConfig:
@@ -69,7 +69,7 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     assert options.network.ports == "29400-29409"
     assert (options.run_dir, options.board_dir) == (tmp_path, tmp_path / "board")
     assert options.notes == ()
-    assert (options.task.kind, options.task.target) == ("main", "elastic_trainer.train")
+    assert (options.task.kind, options.task.target) == ("main", "elastic_trainer.train.main")
 
 
 def test_a_run_says_what_of_torchruns_it_does_not_use(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_torchruns_flags_mean_the_same(tmp_path: Path) -> None:
     ("argv", "kind", "target"),
     [
         (["-m", "pkg.train"], "module", "pkg.train"),
-        (["-m", "elastic_trainer.train"], "main", "elastic_trainer.train"),
+        (["-m", "elastic_trainer.train.main"], "main", "elastic_trainer.train.main"),
         (["--no-python", "sh"], "command", "sh"),
     ],
 )
@@ -459,9 +459,7 @@ def test_modules_to_preload_come_from_the_flag_and_are_imported_before_a_fork(
     (tmp_path / "train.py").touch()
     flags = ["--standalone", "--preload", "colorsys,wave", str(tmp_path / "train.py")]
     assert parse(flags, {}).preload == "colorsys,wave"
-    code = (
-        "import elastic_trainer.script_preload, sys; print({'colorsys', 'wave'} <= {*sys.modules})"
-    )
+    code = "import elastic_trainer.worker.script_preload, sys; print({'colorsys', 'wave'} <= {*sys.modules})"
     env = {**os.environ, "HOLDFAST_PRELOAD": "colorsys,wave"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -29,11 +29,11 @@ from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.failures import Action, Kind
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.script_steps import WRITER, newest_shown, newest_step
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import Action, Kind
+from elastic_trainer.record.script_steps import WRITER, newest_shown, newest_step
+from elastic_trainer.worker.heartbeat import Request
 
 HANDLER = """
 import signal, sys, time
@@ -41,8 +41,8 @@ from pathlib import Path
 def leave(*_):
     if sys.argv[2] == "finish":  # as api.Run.finish does
         sys.path.insert(0, sys.argv[3])
-        from elastic_trainer.heartbeat import Section
-        from elastic_trainer.progress import step_counter
+        from elastic_trainer.worker.heartbeat import Section
+        from elastic_trainer.worker.progress import step_counter
         step_counter().report(section=Section.FINISHED)
         sys.exit(0)
     sys.exit(int(sys.argv[2]))

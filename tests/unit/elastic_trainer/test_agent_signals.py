@@ -21,8 +21,8 @@ from elastic_trainer.agent.membership.notices import (
     WorkersEnded,
     WorkersRunning,
 )
-from elastic_trainer.heartbeat import Heartbeat, Request
-from elastic_trainer.snapshots.image import file_name
+from elastic_trainer.state.snapshots.image import file_name
+from elastic_trainer.worker.heartbeat import Heartbeat, Request
 
 __all__ = ["bench"]  # the fixture
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.anomalies import (
+from elastic_trainer.plan.anomalies import (
     BUDGET_STEPS,
     MAX_WINDOW,
     Action,
@@ -26,7 +26,7 @@ from elastic_trainer.anomalies import (
     skip_after,
     spike,
 )
-from elastic_trainer.config import NumbersSection
+from elastic_trainer.plan.config import NumbersSection
 
 CONFIG = NumbersSection(loss_spike="skip", grad_spike="rollback")
 NAN, INF = math.nan, math.inf

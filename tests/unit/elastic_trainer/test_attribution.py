@@ -21,7 +21,7 @@ from elastic_trainer.agent.membership.attribution import (
 )
 from elastic_trainer.agent.membership.notices import Member, WorkersFailed
 from elastic_trainer.agent.membership.table import Members
-from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.record.failures import Action, Failure, Kind
 
 COLLATERAL = (Kind.COLLATERAL, "connection reset")
 CRASH = (Kind.CRASH, "ZeroDivisionError: division by zero")

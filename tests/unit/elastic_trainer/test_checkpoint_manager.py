@@ -15,17 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, update
-from elastic_trainer.checkpoint import load as load_module
-from elastic_trainer.checkpoint import manager as manager_module
-from elastic_trainer.checkpoint import restore as restore_module
-from elastic_trainer.checkpoint import saver as saver_module
-from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.restore import agreed_board
-from elastic_trainer.checkpoint.saver import CheckpointPolicy
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -33,14 +23,24 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.lineage import Lineage, Origin
-from elastic_trainer.models import ModelShape
-from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.lineage import Lineage, Origin
+from elastic_trainer.state import load as load_module
+from elastic_trainer.state import manager as manager_module
+from elastic_trainer.state import restore as restore_module
+from elastic_trainer.state import saver as saver_module
+from elastic_trainer.state.errors import BoardAwayError, CheckpointError
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.restore import agreed_board
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.worker.rank_grid import RankGrid
 
 CPU = torch.device("cpu")
 

@@ -16,14 +16,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from elastic_trainer.checkpoint.collective import describe
-from elastic_trainer.checkpoint.errors import DamagedError
-from elastic_trainer.checkpoint.index import check_index
-from elastic_trainer.checkpoint.load import read_into
-from elastic_trainer.checkpoint.manifest import FileEntry
-from elastic_trainer.checkpoint.reader import CheckpointReader, read_index
-from elastic_trainer.checkpoint.save import Writer
-from elastic_trainer.checkpoint.state import Stager, create_optimizer_state, live_tensors
+from elastic_trainer.state.collective import describe
+from elastic_trainer.state.errors import DamagedError
+from elastic_trainer.state.index import check_index
+from elastic_trainer.state.load import read_into
+from elastic_trainer.state.manifest import FileEntry
+from elastic_trainer.state.reader import CheckpointReader, read_index
+from elastic_trainer.state.save import Writer
+from elastic_trainer.state.state import Stager, create_optimizer_state, live_tensors
 
 
 def trained(model: nn.Module, make=torch.optim.AdamW, **kwargs):

@@ -30,11 +30,11 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.wire.client import MembershipClient
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
-from elastic_trainer.agent.wire.secret import MAGIC, Badge, make_secret
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
+from elastic_trainer.worker.secret import MAGIC, Badge, make_secret
 
 DEADLINE_S = 10.0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.command import Command, split_command
+from elastic_trainer.plan.command import Command, split_command
 
 
 @pytest.mark.parametrize(

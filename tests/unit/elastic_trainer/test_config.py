@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     JOB_JSON_VERSION,
     CheckpointSection,
     DataSection,
@@ -16,9 +16,9 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS
 
 ORDER = ("dp", "tp", "cp", "pp")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.model import CausalAttention
+from elastic_trainer.model.decoder import CausalAttention
 from elastic_trainer.parallel import context as context_parallel
 from elastic_trainer.parallel.context import GatheredAttention, zigzag_positions
 

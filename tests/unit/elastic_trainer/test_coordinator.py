@@ -26,8 +26,8 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.membership.roles import ToCoordinator
 from elastic_trainer.board.state import BoardState, Lease
-from elastic_trainer.failures import Action, Failure, Kind
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.failures import Action, Failure, Kind
 
 ME = Member(agent_id="a", node="n0", host="n0", address="10.0.0.1", port=1, workers=1)
 OTHER = Member(agent_id="b", node="n1", host="n1", address="10.0.0.2", port=1, workers=1)

@@ -12,10 +12,10 @@ import torch
 from corpora import corpus_of, megatron, raw_tokens, shard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from elastic_trainer import train
 from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError
 from elastic_trainer.data.corpus import FlatWindows
-from elastic_trainer.failures import Action, classify
+from elastic_trainer.record.failures import Action, classify
+from elastic_trainer.train import main as train
 
 UNKNOWN = "[U]"
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data.index import micro_batch_samples, samples_of_step, window_of
-from elastic_trainer.layout import micro_batches_per_rank
+from elastic_trainer.plan.layout import micro_batches_per_rank
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63), st.integers(0, 1000))

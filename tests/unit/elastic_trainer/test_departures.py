@@ -17,7 +17,7 @@ from elastic_trainer.agent.membership.notices import (
     LeaveAsked,
     NodeLeaving,
 )
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.worker.heartbeat import Request
 
 LEAVE = LeaveAsked(reason="SIGTERM")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.training.determinism import ENVIRONMENT
+from elastic_trainer.train.determinism import ENVIRONMENT
 
 
 def in_a_process(code, **env):
@@ -15,7 +15,7 @@ def in_a_process(code, **env):
     subprocess.run([sys.executable, "-c", code], env={**clean, **env}, check=True)
 
 
-SETTING = "import os, torch, elastic_trainer.training.determinism as d; d.make_deterministic();"
+SETTING = "import os, torch, elastic_trainer.train.determinism as d; d.make_deterministic();"
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_it_sets_what_torch_cublas_and_nccl_read_and_makes_no_cuda_context():
         "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8';"
         "assert os.environ['NCCL_NVLS_ENABLE'] == '0';"
         "import torch._inductor.config as c; assert c.deterministic;"
-        "import elastic_trainer.train; assert not torch.cuda.is_initialized()"
+        "import elastic_trainer.train.main; assert not torch.cuda.is_initialized()"
     )
 
 

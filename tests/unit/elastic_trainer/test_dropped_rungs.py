@@ -12,7 +12,7 @@ from test_membership_failures import events
 
 from elastic_trainer.agent.membership.notices import WorkersFailed, WorkersStepped
 from elastic_trainer.board.state import Sizes
-from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.record.failures import Action, Failure, Kind
 
 TRIED = Sizes(trained=(4,), dropped=(3,))
 ODD = (Kind.CRASH, "AssertionError: 4 % 3")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.failures import (
+from elastic_trainer.record.failures import (
     DETAIL_CHARS,
     Action,
     Failure,

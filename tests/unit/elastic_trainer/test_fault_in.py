@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import image_writer
-from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, fault_in
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.state import Stager
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state import image_writer
+from elastic_trainer.state.fault_in import WORTH_BYTES, fault_in
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.state import Stager
 
 LARGE_BYTES = 48 << 20
 """Beyond what malloc keeps for the next caller, so fresh memory each time."""

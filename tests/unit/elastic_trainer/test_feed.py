@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_trainer.config import TrainSection
 from elastic_trainer.data import DataError
 from elastic_trainer.data.corpus import Corpus, FlatWindows
-from elastic_trainer.ladder import Rung
-from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.parallel.tensor import IGNORED
-from elastic_trainer.training.feed import Feed
-from elastic_trainer.training.ledger import LedgerWriter
+from elastic_trainer.plan.config import TrainSection
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.train.feed import Feed
+from elastic_trainer.train.ledger import LedgerWriter
 
 SEQ_LEN = 8
 TRAIN = TrainSection(seq_len=SEQ_LEN, global_batch=5, steps=9)

@@ -13,7 +13,7 @@ from elastic_trainer.agent.membership.attribution import (
     History,
 )
 from elastic_trainer.agent.membership.coordinator import GROW_SETTLE_S, GROW_WAIT_S
-from elastic_trainer.failures import Action, Kind
+from elastic_trainer.record.failures import Action, Kind
 
 FIFTY_MINUTES = 100
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from elastic_trainer.agent.hangs.stacks import Target, gather_fronts
 from elastic_trainer.agent.membership.hang_diagnosis import find_behind, find_hung_worker
 from elastic_trainer.agent.membership.notices import WorkerView
-from elastic_trainer.flight_recorder import EXCHANGE, Front, fronts_of
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.training.trainer import flight_recorder
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.flight_recorder import EXCHANGE, Front, fronts_of
+from elastic_trainer.train.trainer import flight_recorder
 
 REPO = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -295,7 +295,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from elastic_trainer.worker_answers import answer_when_asked, answer_with_flight
+from elastic_trainer.worker.worker_answers import answer_when_asked, answer_with_flight
 
 rank, size, store, late, heartbeat = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 answer_when_asked(Path(heartbeat))

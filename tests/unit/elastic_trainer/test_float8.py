@@ -12,20 +12,20 @@ from test_parallelize import Operators
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8.float8_linear import Float8Linear
 
-from elastic_trainer.config import (
+from elastic_trainer.model.decoder import Block, ModelError, rope_table
+from elastic_trainer.parallel.apply import _recomputed
+from elastic_trainer.parallel.float8 import use_float8
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.model import Block, ModelError, rope_table
-from elastic_trainer.models import PRESETS
-from elastic_trainer.parallel.apply import _recomputed
-from elastic_trainer.parallel.float8 import use_float8
-from elastic_trainer.training.engine import Engine
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS
+from elastic_trainer.train.engine import Engine
 
 SHAPE = PRESETS["tiny"]
 LINEARS = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")} | {

@@ -22,10 +22,10 @@ import pytest
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.open_board import ELSEWHERE, elsewhere
 from elastic_trainer.board.state import Commit
-from elastic_trainer.checkpoint.errors import DamagedError
-from elastic_trainer.checkpoint.manifest import FileEntry, Manifest
-from elastic_trainer.checkpoint.storage import CheckpointStorage
-from launcher import stop_request
+from elastic_trainer.state.errors import DamagedError
+from elastic_trainer.state.manifest import FileEntry, Manifest
+from elastic_trainer.state.storage import CheckpointStorage
+from launcher.record import stop_request
 
 
 class NfsClient:

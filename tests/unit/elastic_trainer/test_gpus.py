@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.failures import DETAIL_CHARS, Action, Failure, Kind, signature
-from elastic_trainer.gpus import Gpu, answering, named, of_xid, place_of, uuids_in
+from elastic_trainer.plan.gpus import Gpu, answering, named, of_xid, place_of, uuids_in
+from elastic_trainer.record.failures import DETAIL_CHARS, Action, Failure, Kind, signature
 
 UUIDS = [f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "01"]
 TWO = answering(f"0, {UUIDS[0]}, 00000000:4F:00.0\n1, {UUIDS[1]}, 00000001:5D:00.0\n")

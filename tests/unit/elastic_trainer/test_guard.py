@@ -11,14 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_trainer.anomalies import FINE, Action, Record, Skip, Void
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, update
-from elastic_trainer.checkpoint.collective import StepFailedError
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.saver import CheckpointPolicy
-from elastic_trainer.config import (
+from elastic_trainer.plan.anomalies import FINE, Action, Record, Skip, Void
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -26,12 +22,16 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.training.guard import RECENT, Guard
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.state.collective import StepFailedError
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.train.guard import RECENT, Guard
+from elastic_trainer.worker.rank_grid import RankGrid
 
 WAIT = timedelta(seconds=20)
 SHAPE = ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8)

@@ -17,7 +17,7 @@ from elastic_trainer.agent.hangs.hang import (
     WorkerProgress,
     gap_limit_s,
 )
-from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, bucket_of, edge_s
+from elastic_trainer.worker.heartbeat import BUCKETS, Beat, Pace, Part, Section, bucket_of, edge_s
 
 FLOOR_S, CEILING_S, START_S = 2.0, 10.0, 100.0
 

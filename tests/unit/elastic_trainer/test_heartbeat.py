@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.heartbeat import Beat, Heartbeat, Part, Request, Section
+from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Part, Request, Section
 
 
 @pytest.fixture

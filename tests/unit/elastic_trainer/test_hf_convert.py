@@ -21,11 +21,11 @@ from hf_models import (
 )
 from safetensors.torch import load_file
 
-from elastic_trainer.checkpoint import hf_names, hf_source
-from elastic_trainer.checkpoint.errors import InputError
-from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.checkpoint.manifest import METADATA_NAME
-from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.state import hf_names, hf_source
+from elastic_trainer.state.errors import InputError
+from elastic_trainer.state.hf_convert import import_hf
+from elastic_trainer.state.manifest import METADATA_NAME
+from elastic_trainer.state.storage import CheckpointStorage
 
 SHAPES = {
     "gqa": SHAPE,

@@ -9,12 +9,12 @@ from hf_models import names_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.hf_config import parse_hf_config
-from elastic_trainer.model import build
-from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.models.mistral import Mistral
-from elastic_trainer.models.qwen3 import Qwen3
+from elastic_trainer.model.decoder import build
+from elastic_trainer.plan.hf_config import parse_hf_config
+from elastic_trainer.plan.models import PRESETS, ModelShape
+from elastic_trainer.plan.models.mistral import Mistral
+from elastic_trainer.plan.models.qwen3 import Qwen3
+from elastic_trainer.state import hf_names
 
 TINY = PRESETS["tiny"]
 llamas = st.builds(

@@ -23,15 +23,15 @@ from hf_models import (
     write_hf,
 )
 
-from elastic_trainer.checkpoint import convert
-from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.models import ModelShape
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.state import convert
+from elastic_trainer.state.hf_convert import import_hf
 
 ROOT = Path(__file__).parents[3]
 
 
 def command(*args):
-    return [sys.executable, "-m", "elastic_trainer.checkpoint.convert", *map(str, args)]
+    return [sys.executable, "-m", "elastic_trainer.state.convert", *map(str, args)]
 
 
 def environment():
@@ -136,8 +136,8 @@ from pathlib import Path
 import psutil
 sys.path.insert(0, {helpers!r})
 from hf_models import SHAPE, export_run, random_weights, write_hf
-from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.models import ModelShape
+from elastic_trainer.state.hf_convert import import_hf
+from elastic_trainer.plan.models import ModelShape
 top, shape = Path({top!r}), {shape!r}
 me, peak = psutil.Process(), 0
 def look(*_):

@@ -20,10 +20,10 @@ from hf_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.errors import CheckpointError, InputError
-from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.checkpoint.manifest import METADATA_NAME
+from elastic_trainer.state import hf_names
+from elastic_trainer.state.errors import CheckpointError, InputError
+from elastic_trainer.state.hf_convert import import_hf
+from elastic_trainer.state.manifest import METADATA_NAME
 
 # What an export refuses.
 

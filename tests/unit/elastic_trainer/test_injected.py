@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_trainer import injected
-from elastic_trainer.heartbeat import Heartbeat, Part, Section
-from elastic_trainer.injected import SLOW_S, VARIABLE, Inside, listen
-from elastic_trainer.model import Decoder, rope_table
-from elastic_trainer.models import ModelShape
-from elastic_trainer.training.marks import mark_compiling, mark_stage
+from elastic_trainer.model.decoder import Decoder, rope_table
+from elastic_trainer.plan import injected
+from elastic_trainer.plan.injected import SLOW_S, VARIABLE, Inside, listen
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.train.marks import mark_compiling, mark_stage
+from elastic_trainer.worker.heartbeat import Heartbeat, Part, Section
 
 SHAPE = ModelShape(num_layers=2, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=16, vocab_size=32)
 

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from elastic_trainer.integrations.steps import batches_of_rank, given_count
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 HALF = {"WORLD_SIZE": "2", "HOLDFAST_FULL_WORLD_SIZE": "4"}
 

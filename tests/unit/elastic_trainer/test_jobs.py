@@ -10,7 +10,7 @@ from membership_sim import Cluster
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.jobs import slurm_job, supersedes
 from elastic_trainer.agent.membership.notices import StopAsked
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
 
 COUNTS = st.integers(0, 10**6)
 NAMES = st.one_of(

@@ -17,20 +17,20 @@ from insider import Insider
 from test_snapshot_image import KEY, write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES, Badge, Secret, authenticate
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.errors import PeerError
-from elastic_trainer.snapshots.image import PAGE, Header, Image
-from elastic_trainer.snapshots.mac import MAC_BYTES
-from elastic_trainer.snapshots.peer import (
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.snapshots.errors import PeerError
+from elastic_trainer.state.snapshots.image import PAGE, Header, Image
+from elastic_trainer.state.snapshots.mac import MAC_BYTES
+from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
     Peer,
     PeerLink,
     read_peers,
     write_peers,
 )
-from elastic_trainer.snapshots.wire import Authenticate, Channel, Session
+from elastic_trainer.state.snapshots.wire import Authenticate, Channel, Session
+from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 
 HOME = "127.0.0.1"
 

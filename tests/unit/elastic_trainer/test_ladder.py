@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import AXES, ParallelLayout
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import AXES, ParallelLayout
 
 
 def make(sizes):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.layout import AXES, ParallelLayout, micro_batches_per_rank
+from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_rank
 
 degrees = st.integers(1, 5)
 

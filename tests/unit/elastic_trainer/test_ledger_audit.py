@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data.index import micro_batch_samples
-from elastic_trainer.ledger_audit import LedgerAudit, audit
+from elastic_trainer.record.ledger_audit import LedgerAudit, audit
 
 B = 4
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from elastic_trainer.integrations.lightning import HoldfastCallback
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.board.state import BoardState, Commit, after_damage
-from elastic_trainer.checkpoint.errors import FencedError
-from elastic_trainer.checkpoint.manifest import with_commit, with_origin
-from elastic_trainer.lineage import MAX_ORIGINS, Lineage, Origin
+from elastic_trainer.record.lineage import MAX_ORIGINS, Lineage, Origin
+from elastic_trainer.state.errors import FencedError
+from elastic_trainer.state.manifest import with_commit, with_origin
 
 
 def line(*rows: tuple[int, int, int]) -> Lineage:

@@ -20,7 +20,7 @@ from elastic_trainer.agent.membership.messages import (
     wrap,
 )
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
 
 seconds = st.floats(allow_nan=False, allow_infinity=False) | number
 views = st.builds(

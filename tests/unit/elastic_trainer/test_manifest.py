@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.anomalies import Record, Void
 from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.checkpoint.errors import FencedError
-from elastic_trainer.checkpoint.manifest import (
+from elastic_trainer.plan.anomalies import Record, Void
+from elastic_trainer.state.errors import FencedError
+from elastic_trainer.state.manifest import (
     FileEntry,
     Manifest,
     directory_name,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 
 @pytest.fixture

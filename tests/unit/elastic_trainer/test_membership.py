@@ -18,8 +18,8 @@ from elastic_trainer.agent.membership.notices import (
     Warned,
     WorkersEnded,
 )
-from elastic_trainer.failures import Kind
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.failures import Kind
 
 
 def settings(nodes: int, *, least: int = 1, **kwargs) -> Settings:

@@ -9,7 +9,7 @@ from membership_sim import Cluster
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.messages import Changed, Formed, encode
 from elastic_trainer.agent.membership.table import NOBODY
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
 
 NODES = 6
 

@@ -12,7 +12,7 @@ from membership_explore import World
 
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.machine import Membership
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
 
 LONGEST_S = 300.0
 """Of virtual time: agents that have not settled by then never will."""

@@ -8,7 +8,7 @@ from test_membership import coordinator, others, settings, started
 
 from elastic_trainer.agent.membership.attribution import COLLATERAL_SETTLE_S, SETTLE_S
 from elastic_trainer.agent.membership.notices import NodeLeaving, StopAsked, WorkersReady
-from elastic_trainer.failures import Kind
+from elastic_trainer.record.failures import Kind
 
 CRASH = (Kind.CRASH, "IndexError: index 513 is out of range")
 STORAGE = (Kind.INFRASTRUCTURE, "OSError: [Errno 5] Input/output error")

@@ -16,8 +16,8 @@ from elastic_trainer.agent.membership.notices import (
     StopAsked,
     WorkersReady,
 )
-from elastic_trainer.failures import Kind
-from elastic_trainer.ladder import Ladder
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.failures import Kind
 
 HEALED_WITHIN_S = 90.0
 

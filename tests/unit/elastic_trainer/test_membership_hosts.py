@@ -10,7 +10,7 @@ from test_membership import coordinator, others, settings
 from test_membership_failures import epochs, events, next_epoch
 
 from elastic_trainer.agent.membership.notices import NodeLeaving, WorkersReady
-from elastic_trainer.failures import Kind
+from elastic_trainer.record.failures import Kind
 
 
 def pods(count: int, *, least: int = 1, **kwargs) -> Cluster:

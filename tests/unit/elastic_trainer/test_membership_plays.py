@@ -21,7 +21,7 @@ from elastic_trainer.agent.membership.candidate import Candidate
 from elastic_trainer.agent.membership.coordinator import Coordinator
 from elastic_trainer.agent.membership.effects import Context
 from elastic_trainer.board.state import BoardState
-from elastic_trainer.checkpoint.manifest import with_commit
+from elastic_trainer.state.manifest import with_commit
 
 IN_TEST, IN_CHAOS = 300, 10_000
 A_TIME_IN_TEST, A_TIME_IN_CHAOS = 50, 250

@@ -46,7 +46,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkerView,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
-from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.record.failures import Action, Failure, Kind
 
 text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)
 rank = st.integers(0, 2**31 - 1)

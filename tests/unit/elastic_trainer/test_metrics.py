@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.training.metrics import utilisation
-from launcher.hardware import GPUS
+from elastic_trainer.plan.models import PRESETS, ModelShape
+from elastic_trainer.train.metrics import utilisation
+from launcher.spec.hardware import GPUS
 
 
 def test_flops_counted_by_hand():

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.model import Decoder, apply_rope, initial_rows, rope_frequencies, rope_table
-from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.model.decoder import (
+    Decoder,
+    apply_rope,
+    initial_rows,
+    rope_frequencies,
+    rope_table,
+)
 from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.plan.models import PRESETS, ModelShape
 
 SHAPE = ModelShape(num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.plan.models import PRESETS, ModelShape
 
 
 @pytest.mark.parametrize(

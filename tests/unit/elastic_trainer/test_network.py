@@ -20,7 +20,7 @@ from insider import Insider
 from elastic_trainer.agent.membership.messages import Ping, decode, encode
 from elastic_trainer.agent.wire import network as wire
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
-from elastic_trainer.agent.wire.secret import (
+from elastic_trainer.worker.secret import (
     KEY_BYTES,
     MAGIC,
     NONCE_BYTES,
@@ -365,8 +365,8 @@ def test_no_stream_of_bytes_stops_the_thread(proved, chunks):
 
 def test_nothing_is_unpickled_from_a_socket_or_a_board():
     """Pickle is imported by the restricted reader of checkpoints alone; only scripts are run."""
-    runs_scripts = "elastic_trainer/fresh_process.py"
-    allowed = {f"elastic_trainer/checkpoint/{name}.py" for name in ("index",)}
+    runs_scripts = "elastic_trainer/worker/fresh_process.py"
+    allowed = {f"elastic_trainer/state/{name}.py" for name in ("index",)}
     found = set()
     for path in [*ROOT.glob("elastic_trainer/**/*.py"), *ROOT.glob("launcher/**/*.py")]:
         name = str(path.relative_to(ROOT))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from device_streams import Device
 
-from elastic_trainer.checkpoint import offload
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.offload import HOST, CudaOffload, offload_of
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.image import Image
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state import offload
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.offload import HOST, CudaOffload, offload_of
+from elastic_trainer.state.snapshots.image import Image
+from elastic_trainer.state.snapshots.peer import Peer
 
 HERE = torch.device("cpu")
 KEY = bytes(32)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic_trainer.config import OptimizerConfig
-from elastic_trainer.training.optimizer import (
+from elastic_trainer.plan.config import OptimizerConfig
+from elastic_trainer.train.optimizer import (
     build_optimizer,
     clip_gradients,
     gradient_square_sum,

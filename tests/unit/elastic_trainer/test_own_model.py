@@ -14,19 +14,19 @@ from hf_models import export_run, random_weights
 from safetensors.torch import load_file, save_file
 from test_rank_part import config_of
 
-from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.errors import InputError
-from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.config import TrainConfig
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.model import Decoder, ModelError, build, rope_table
-from elastic_trainer.models import ModelShape, Plugin, raw_of, shape_of
-from elastic_trainer.rank_part import rank_part
+from elastic_trainer.model.decoder import Decoder, ModelError, build, rope_table
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape, Plugin, raw_of, shape_of
+from elastic_trainer.state import hf_names
+from elastic_trainer.state.errors import InputError
+from elastic_trainer.state.hf_convert import import_hf
+from elastic_trainer.train.rank_part import rank_part
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 OWN = """
 from torch import nn
-from elastic_trainer.model import Block, Decoder
+from elastic_trainer.model.decoder import Block, Decoder
 
 class OwnBlock(Block):
     def __init__(self, shape):

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_trainer.model import Block, Decoder, rope_table
-from elastic_trainer.models import ModelShape
+from elastic_trainer.model.decoder import Block, Decoder, rope_table
 from elastic_trainer.parallel.apply import _recomputed
 from elastic_trainer.parallel.tensor import _cut_block
+from elastic_trainer.plan.models import ModelShape
 
 SHAPE = ModelShape(num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
 SDPA = "_scaled_dot_product_flash_attention_for_cpu"

@@ -15,9 +15,9 @@ RANK = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch import nn
-from elastic_trainer.progress import ApiError
-from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.training.script_checkpointer import _check_equal
+from elastic_trainer.worker.progress import ApiError
+from elastic_trainer.worker.rank_grid import RankGrid
+from elastic_trainer.train.script_checkpointer import _check_equal
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 ranks = RankGrid(timedelta(seconds=60))

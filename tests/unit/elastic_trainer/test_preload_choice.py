@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer import preload as preloading
-from elastic_trainer.preload import COMPILER, FLOAT8, FLOAT8_ON_CPU, MODULES, preload
+from elastic_trainer.worker import preload as preloading
+from elastic_trainer.worker.preload import COMPILER, FLOAT8, FLOAT8_ON_CPU, MODULES, preload
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_where_torchao_is_missing_the_worker_says_so(
 PROBES = """
 import os, sys
 from torch._inductor import config, cpu_vec_isa
-from elastic_trainer.preload import preload
+from elastic_trainer.worker.preload import preload
 calls = []
 cpu_vec_isa.pick_vec_isa = lambda: calls.append(1)
 preload(os.environ)
@@ -110,7 +110,7 @@ LISTED_FOR_THIS_TORCH = pytest.mark.skipif(
 
 COUNTS = """
 import sys, torch
-from elastic_trainer.preload import COMPILER, FLOAT8, MODULES, _import_if_there
+from elastic_trainer.worker.preload import COMPILER, FLOAT8, MODULES, _import_if_there
 for name in MODULES:
     _import_if_there(name)
 calls = []

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elastic_trainer.agent.workers.workers import has_run
-from elastic_trainer.heartbeat import Heartbeat, Request, Section
-from elastic_trainer.progress import StepCounter, own_count
-from elastic_trainer.script_steps import Shown, Source, restart
+from elastic_trainer.record.script_steps import Shown, Source, restart
+from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.worker.progress import StepCounter, own_count
 
 
 @pytest.fixture

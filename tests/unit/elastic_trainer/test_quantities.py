@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.quantities import counted, scaled, sized
+from elastic_trainer.plan.quantities import counted, scaled, sized
 
 
 @pytest.mark.parametrize(

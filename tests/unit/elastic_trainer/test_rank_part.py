@@ -9,19 +9,19 @@ import sys
 import pytest
 import torch
 
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.models.mixtral import Mixtral
-from elastic_trainer.rank_part import main, rank_part
-from elastic_trainer.stages import split_layers
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS, ModelShape
+from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.stages import split_layers
+from elastic_trainer.train.rank_part import main, rank_part
 
 PAPER = {
     "8,192 GPUs": ("llama3-405b", ParallelLayout(tp=8, cp=1, pp=16, dp=64), 8192),

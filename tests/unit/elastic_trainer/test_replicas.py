@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.training.replicas import _CHUNK, Digester, replica_groups
+from elastic_trainer.train.replicas import _CHUNK, Digester, replica_groups
 
 DIGESTER = Digester()
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.running_clock import LONGEST_S, RunningClock
+from elastic_trainer.plan.running_clock import LONGEST_S, RunningClock
 
 
 def test_a_gap_between_two_readings_that_only_a_stop_explains_is_no_time():

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from tiny_run import events
 from torch import nn
 
-from elastic_trainer import api, progress
+from elastic_trainer import api
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
-from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.memory_restore import Restored
-from elastic_trainer.events import Event
-from elastic_trainer.heartbeat import Heartbeat, Request
-from elastic_trainer.ladder import Ladder
-from elastic_trainer.progress import ApiError, StepCounter
-from elastic_trainer.training.script_checkpointer import ScriptCheckpointer, device_of
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.events import Event
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.memory_restore import Restored
+from elastic_trainer.train.script_checkpointer import ScriptCheckpointer, device_of
+from elastic_trainer.worker import progress
+from elastic_trainer.worker.heartbeat import Heartbeat, Request
+from elastic_trainer.worker.progress import ApiError, StepCounter
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from elastic_trainer.progress import ApiError
-from elastic_trainer.training.script_state import _encoded
+from elastic_trainer.train.script_state import _encoded
+from elastic_trainer.worker.progress import ApiError
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.wire.secret import (
+from elastic_trainer.worker.secret import (
     KEY_BYTES,
     MAGIC,
     NONCE_BYTES,

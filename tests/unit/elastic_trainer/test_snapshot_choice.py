@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint.placement import copy_node, kept_apart, on_one_machine, shard_of
-from elastic_trainer.layout import AXES, ParallelLayout
-from elastic_trainer.snapshots.choice import (
+from elastic_trainer.plan.layout import AXES, ParallelLayout
+from elastic_trainer.state.placement import copy_node, kept_apart, on_one_machine, shard_of
+from elastic_trainer.state.snapshots.choice import (
     Holding,
     describe_missing,
     everybody_got_there,
@@ -21,7 +21,7 @@ from elastic_trainer.snapshots.choice import (
     packed,
     unpacked,
 )
-from elastic_trainer.snapshots.image import Header
+from elastic_trainer.state.snapshots.image import Header
 
 DEGREES = st.sampled_from([1, 2, 3, 4])
 

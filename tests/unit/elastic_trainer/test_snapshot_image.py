@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint.memory import Place
-from elastic_trainer.checkpoint.memory_restore import _keep_only
-from elastic_trainer.snapshots.errors import TornImageError
-from elastic_trainer.snapshots.image import (
+from elastic_trainer.state.memory import Place
+from elastic_trainer.state.memory_restore import _keep_only
+from elastic_trainer.state.snapshots.errors import TornImageError
+from elastic_trainer.state.snapshots.image import (
     ALIGNMENT,
     PAGE,
     Header,
@@ -25,8 +25,8 @@ from elastic_trainer.snapshots.image import (
     parse_name,
     place,
 )
-from elastic_trainer.snapshots.mac import MAC_BYTES
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.mac import MAC_BYTES
+from elastic_trainer.state.snapshots.peer import Peer
 
 NUM_DAMAGES = 1000
 KEY = bytes(range(32))

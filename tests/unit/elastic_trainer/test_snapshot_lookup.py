@@ -9,7 +9,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint.lookup import (
+from elastic_trainer.state.lookup import (
     Box,
     Owned,
     common,
@@ -20,8 +20,8 @@ from elastic_trainer.checkpoint.lookup import (
     read_wholes,
     rows_for_owners,
 )
-from elastic_trainer.snapshots.choice import Holding
-from elastic_trainer.snapshots.image import Header, Part
+from elastic_trainer.state.snapshots.choice import Holding
+from elastic_trainer.state.snapshots.image import Header, Part
 
 
 def holding(rank: int, node: str, *, kind: str = "own") -> Holding:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from elastic_trainer.snapshots import mac
+from elastic_trainer.state.snapshots import mac
 
 KEY = bytes(32)
 GMAC = b"\1"

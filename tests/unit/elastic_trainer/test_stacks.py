@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
-from elastic_trainer.worker_answers import ask, ask_path, signalled_path
+from elastic_trainer.worker.worker_answers import ask, ask_path, signalled_path
 
 ANSWERS = """
 import sys
 from pathlib import Path
-from elastic_trainer.worker_answers import answer_when_asked, answer_with_flight
+from elastic_trainer.worker.worker_answers import answer_when_asked, answer_with_flight
 answer_when_asked(Path(sys.argv[1]))
 answer_with_flight(lambda: b'{"entries": []}')
 """

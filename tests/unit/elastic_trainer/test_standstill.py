@@ -9,7 +9,7 @@ from membership_sim import Cluster, Node
 from test_membership import coordinator, others, started
 
 from elastic_trainer.agent.membership.notices import EpochAborted
-from elastic_trainer.failures import Kind
+from elastic_trainer.record.failures import Kind
 
 
 def stand_still_until(cluster: Cluster, reached, *, within: float) -> float:

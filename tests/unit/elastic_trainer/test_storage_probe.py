@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.storage_probe import StorageError, probe_storage
+from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 
 
 def test_a_disk_can_hold_a_run_and_nothing_is_left(tmp_path: Path) -> None:

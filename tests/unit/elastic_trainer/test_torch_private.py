@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 
 import elastic_trainer
-from elastic_trainer import torch_private
-from elastic_trainer.process_groups import OneThreadGloo
+from elastic_trainer.worker import torch_private
+from elastic_trainer.worker.process_groups import OneThreadGloo
 
 ROOT = Path(elastic_trainer.__file__).parent
 OPERATORS = ("torch.ops", "torch._foreach_")
@@ -78,7 +78,7 @@ def test_this_torch_has_every_name(name):
 def test_a_name_that_torch_has_lost_is_told_with_the_tested_versions(monkeypatch):
     monkeypatch.setitem(torch_private._NAMES, "gone", "torch.nosuch")
     with pytest.raises(ImportError) as failed:
-        from elastic_trainer.torch_private import gone  # noqa: F401
+        from elastic_trainer.worker.torch_private import gone  # noqa: F401
     assert torch.__version__ in str(failed.value)
     assert torch_private.TESTED in str(failed.value)
     with pytest.raises(AttributeError):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_trainer.integrations.torchtitan import keep
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 
 @pytest.mark.parametrize(("parts", "pp"), [(1, True), (2, False)])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.failures import Kind, classify
-from elastic_trainer.train import write_error_file
+from elastic_trainer.record.failures import Kind, classify
+from elastic_trainer.train.main import write_error_file
 
 
 def record_of(error: BaseException, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:

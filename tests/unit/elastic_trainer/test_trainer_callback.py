@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from elastic_trainer.integrations.steps import seed_step
 from elastic_trainer.integrations.transformers import HoldfastCallback, _Progress
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

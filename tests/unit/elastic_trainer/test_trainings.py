@@ -8,17 +8,17 @@ import json
 import pytest
 
 from elastic_trainer.board.state import BoardState, Commit, Training
-from elastic_trainer.checkpoint.errors import FencedError
-from elastic_trainer.checkpoint.manager import training_of
-from elastic_trainer.checkpoint.manifest import (
+from elastic_trainer.record.lineage import Origin
+from elastic_trainer.state.errors import FencedError
+from elastic_trainer.state.manager import training_of
+from elastic_trainer.state.manifest import (
     directory_name,
     superseded,
     with_commit,
     with_final,
     with_origin,
 )
-from elastic_trainer.lineage import Origin
-from elastic_trainer.progress import ApiError
+from elastic_trainer.worker.progress import ApiError
 
 
 def commit(step, epoch=1):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.config import (
+from elastic_trainer.data import IGNORED, DataError
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
@@ -13,12 +14,11 @@ from elastic_trainer.config import (
     TrainSection,
     ValidationSection,
 )
-from elastic_trainer.data import IGNORED, DataError
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS
-from elastic_trainer.training.validation import Validation
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS
+from elastic_trainer.train.validation import Validation
+from elastic_trainer.worker.heartbeat import Request
 
 BATCH, SEQ_LEN = 4, 8
 

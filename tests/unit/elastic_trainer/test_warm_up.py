@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.training import warm_up
-from elastic_trainer.training.engine import Engine
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.train import warm_up
+from elastic_trainer.train.engine import Engine
 
 
 def engine(layout: ParallelLayout, *names: str) -> Engine:

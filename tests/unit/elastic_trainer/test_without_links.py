@@ -15,13 +15,13 @@ from at_once import at_once
 from board_bench import env_of
 from config_map_server import FIRST_TOKEN, authority, serving
 
-from elastic_trainer import atomic_file
-from elastic_trainer.atomic_file import publish
-from elastic_trainer.events import Event
-from elastic_trainer.storage_probe import StorageError, probe_storage
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
+from elastic_trainer.record.events import Event
+from elastic_trainer.storage import atomic_file
+from elastic_trainer.storage.atomic_file import publish
+from elastic_trainer.storage.storage_probe import StorageError, probe_storage
+from launcher.plan.search import plan
 from launcher.render.local import render_local
+from launcher.spec.reading import parse_spec
 
 ROOT = Path(__file__).parents[3]
 BOARD = "kubernetes://train/pods-board"

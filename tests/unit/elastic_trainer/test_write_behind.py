@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from elastic_trainer import write_behind
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
-from elastic_trainer.training.ledger import LedgerWriter
-from elastic_trainer.write_behind import WriteBehind
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.events import Event
+from elastic_trainer.storage import write_behind
+from elastic_trainer.storage.write_behind import WriteBehind
+from elastic_trainer.train.ledger import LedgerWriter
 
 
 def read_until(fd, lines):

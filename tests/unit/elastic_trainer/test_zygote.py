@@ -24,9 +24,9 @@ from elastic_trainer.agent.membership.tasks import (
 )
 from elastic_trainer.agent.workers import zygote_client
 from elastic_trainer.agent.workers.workers import Workers, failure_of
-from elastic_trainer.failures import Kind
-from elastic_trainer.heartbeat import Request
-from elastic_trainer.zygote import DEFAULT_PRELOAD
+from elastic_trainer.record.failures import Kind
+from elastic_trainer.worker.heartbeat import Request
+from elastic_trainer.worker.zygote import DEFAULT_PRELOAD
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[2]

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastic_trainer.heartbeat import Heartbeat, Request, Section
-from elastic_trainer.worker_answers import answer_with_flight
+from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.worker.worker_answers import answer_with_flight
 
 PRELOADED_IN = os.getpid()
 WARMED: list[str] = []

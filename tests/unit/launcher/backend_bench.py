@@ -7,9 +7,9 @@ import json
 import pytest
 from fake_api import kubeconfig
 
-from launcher.backends.kubernetes import storage
-from launcher.backends.kubernetes.api import KubernetesApi, Patience, connect
-from launcher.backends.kubernetes.backend import KubernetesBackend
+from launcher.platforms.kubernetes import storage
+from launcher.platforms.kubernetes.api import KubernetesApi, Patience, connect
+from launcher.platforms.kubernetes.backend import KubernetesBackend
 
 ROOT = "/apis/kubeflow.org/v1/namespaces/train/pytorchjobs"
 MAPS = "/api/v1/namespaces/train/configmaps"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 JOB = """\
 name: a-job

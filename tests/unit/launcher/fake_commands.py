@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from launcher.backends.commands import Answer
-from launcher.errors import UserError
+from launcher.platforms.commands import Answer
+from launcher.spec.errors import UserError
 
 Reply = tuple[int, str, str]
 """Exit code, stdout, stderr."""

@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-from launcher.backends.slurm.parse import expand_nodes
+from launcher.platforms.slurm.parse import expand_nodes
 
 PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 SUBMIT = 1_767_225_600

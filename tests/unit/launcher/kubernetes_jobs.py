@@ -7,10 +7,10 @@ import json
 import pytest
 import yaml
 
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
-from launcher.targets import target_named
+from launcher.plan.search import plan
+from launcher.platforms.targets import target_named
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 KINDS = ("pytorchjob", "jobset", "trainjob")
 JOB = {

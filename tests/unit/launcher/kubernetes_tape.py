@@ -19,17 +19,17 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import urllib3
 import yaml
 
-from launcher.backends.kubernetes.api import KubernetesApi, Patience, connect
-from launcher.backends.kubernetes.documents import (
+from launcher.plan.search import plan
+from launcher.platforms.kubernetes.api import KubernetesApi, Patience, connect
+from launcher.platforms.kubernetes.documents import (
     CONFIG_MAP,
     POD,
     RESOURCES,
     Resource,
     template_of,
 )
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
-from launcher.targets import target_named
+from launcher.platforms.targets import target_named
+from launcher.spec.reading import parse_spec
 
 SECRET = re.compile(r"BEGIN [A-Z ]+|eyJ[\w-]{20,}|[Bb]earer \S+|authorization")
 """What tokens, keys and certificates have in them."""

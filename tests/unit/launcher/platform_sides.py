@@ -16,9 +16,9 @@ from fake_api import FakeApi, Reply, kubeconfig
 from fake_slurm import FakeSlurm
 from slurm_bench import TINY, cli
 
-from launcher import stop_request
+from launcher.record import stop_request
 from launcher.record.files import LauncherLog
-from launcher.run_files import attempt_order
+from launcher.record.run_files import attempt_order
 
 SECTION = "kubernetes: {{image: 'holdfast:1', claim: runs, mount: {home}, namespace: train}}\n"
 RUN = "runs/one"

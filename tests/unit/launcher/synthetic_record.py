@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.events import Event
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.events import Event
 
 START_S = 0.8
 """From a formed epoch to its trainers being ready."""

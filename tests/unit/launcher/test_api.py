@@ -11,9 +11,9 @@ import yaml
 from slurm_bench import TINY, asked, fresh, slurm, trains, worker_fails
 
 from holdfast import FailedRunError, load_job, open_run, plan, render, submit, submit_sweep
-from launcher.backends.base import JobState
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
+from launcher.platforms.base import JobState
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 __all__ = ["fresh", "slurm"]  # fixtures
 

@@ -5,8 +5,8 @@ import secrets
 
 import pytest
 
-from elastic_trainer.atomic_file import publish, write_new
-from launcher.atomic_file import read_json, write_atomic, write_json
+from elastic_trainer.storage.atomic_file import publish, write_new
+from launcher.record.atomic_file import read_json, write_atomic, write_json
 
 
 def test_what_is_written_is_read(tmp_path):

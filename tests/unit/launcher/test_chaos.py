@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.errors import UserError
-from launcher.ops.local.faults import Chaos, ChaosSchedule, parse_chaos
+from launcher.local.faults import Chaos, ChaosSchedule, parse_chaos
+from launcher.spec.errors import UserError
 
 NODES = ["node0", "node1", "node2", "node3"]
 

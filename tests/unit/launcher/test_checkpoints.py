@@ -16,16 +16,21 @@ from torch.distributed.checkpoint.metadata import Metadata
 from elastic_trainer.board import file_board
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
-from elastic_trainer.checkpoint.manifest import Manifest, with_commit
-from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.state.manifest import Manifest, with_commit
+from elastic_trainer.state.storage import CheckpointStorage
 from launcher.cli.checkpoint import _lines
 from launcher.cli.main import run_cli
-from launcher.errors import PermanentError, UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.ops.checkpoints.commits import Reference, RetiredError, RunCheckpoints, refuse_foreign
-from launcher.ops.checkpoints.convert import missing_tokenizer, run_converter
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.local import to_train_config
+from launcher.runs.checkpoints.commits import (
+    Reference,
+    RetiredError,
+    RunCheckpoints,
+    refuse_foreign,
+)
+from launcher.runs.checkpoints.convert import missing_tokenizer, run_converter
+from launcher.spec.errors import PermanentError, UserError
+from launcher.spec.reading import parse_spec
 
 INDEX = pickle.dumps(Metadata({}, storage_data={"t": _StorageInfo("__0_0.distcp", 0, 1000)}))
 WHOLE_BYTES = 1000 + len(INDEX)

@@ -6,16 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.clock import (
-    LATE_SIGNAL_S,
-    Clock,
-    clock_chain,
-    limit_seconds,
-    predicted_save_s,
-)
-from launcher.planning.search import plan
+from launcher.plan.clock import LATE_SIGNAL_S, Clock, clock_chain, limit_seconds, predicted_save_s
+from launcher.plan.search import plan
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 from conftest import JOB  # isort: skip
 

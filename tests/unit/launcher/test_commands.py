@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.commands import Answer, SystemCommands, TimedOutError
-from launcher.errors import UserError
+from launcher.platforms.commands import Answer, SystemCommands, TimedOutError
+from launcher.spec.errors import UserError
 
 
 def python(code, **kwargs):

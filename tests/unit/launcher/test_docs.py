@@ -13,7 +13,7 @@ from launcher.cli.docs import (
     resume_reference,
 )
 from launcher.cli.main import run_cli
-from launcher.codes import CODES
+from launcher.spec.codes import CODES
 
 ROOT = Path(__file__).parents[3]
 INTERNALS = ("architecture", "membership", "state", "parallelism")

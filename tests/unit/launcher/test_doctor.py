@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from synthetic_record import config_of
 
-from elastic_trainer.failures import Kind
-from elastic_trainer.signatures import classes, signatures
-from launcher.backends.base import JobState, JobStatus
-from launcher.diagnosis.flight import works_of
-from launcher.diagnosis.judge import Diagnosis, judge
-from launcher.diagnosis.literals import literals_of
-from launcher.diagnosis.scan import scan
-from launcher.errors import UserError
-from launcher.ops.watching.doctor import diagnose, run_failures
-from launcher.ops.watching.runbook import runbook_of
-from launcher.targets import Target
+from elastic_trainer.record.failures import Kind
+from elastic_trainer.record.signatures import classes, signatures
+from launcher.doctor.doctor import diagnose, run_failures
+from launcher.doctor.flight import works_of
+from launcher.doctor.judge import Diagnosis, judge
+from launcher.doctor.literals import literals_of
+from launcher.doctor.runbook import runbook_of
+from launcher.doctor.scan import scan
+from launcher.platforms.base import JobState, JobStatus
+from launcher.platforms.targets import Target
+from launcher.spec.errors import UserError
 
 STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.diagnosis.judge import judge
-from launcher.diagnosis.scan import scan
+from launcher.doctor.judge import judge
+from launcher.doctor.scan import scan
 
 LOGS = {
     log["id"]: log

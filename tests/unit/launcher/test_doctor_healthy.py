@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.diagnosis.judge import judge
-from launcher.diagnosis.scan import scan
+from launcher.doctor.judge import judge
+from launcher.doctor.scan import scan
 
 _, *LOGS = (Path(__file__).parent / "healthy_logs.txt").read_text().split("=== ")
 STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))

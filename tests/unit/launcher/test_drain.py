@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.backends.base import Machine
-from launcher.backends.commands import Answer
-from launcher.errors import UserError
-from launcher.fleet import Fleet
+from launcher.fleet.drain import drain, named
+from launcher.fleet.ledger import Fleet
 from launcher.node.attempt import Attempt
 from launcher.node.decide import EXIT_LEFT
 from launcher.node.leaving import Drains, asked_to_leave
 from launcher.node.steps import to_start_again
-from launcher.ops.drain import drain, named
+from launcher.platforms.base import Machine
+from launcher.platforms.commands import Answer
 from launcher.record.fleet import standings
+from launcher.spec.errors import UserError
 
 MACHINES = [Machine(name=f"n{k}", rack="r1" if k < 3 else "r2") for k in range(1, 5)]
 

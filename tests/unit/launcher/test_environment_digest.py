@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import UserError
-from launcher.ops.submitting.environment import (
+from launcher.record.files import RunRecord
+from launcher.runs.submitting.environment import (
     MAX_CHANGES,
     changes,
     describe,
@@ -18,7 +18,7 @@ from launcher.ops.submitting.environment import (
     record_environment,
     warn_if_changed,
 )
-from launcher.record.files import RunRecord
+from launcher.spec.errors import UserError
 
 
 def install(venv, name, version, record="a.py,sha256=1,1\n"):

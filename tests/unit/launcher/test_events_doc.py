@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elastic_trainer.events import EVENTS
+from elastic_trainer.record.events import EVENTS
 from launcher.record.failures import PHASES
 
 TEXT = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_jobs import KINDS, bundle_of, template_of
 
-from elastic_trainer.events import Event
-from launcher.backends.kubernetes.documents import read_bundle, stamped
-from launcher.backends.slurm.parse import excluded
+from elastic_trainer.record.events import Event
+from launcher.platforms.kubernetes.documents import read_bundle, stamped
+from launcher.platforms.slurm.parse import excluded
 from launcher.record.excluded import ExcludedMachine, excluded_machines
 from launcher.render.pod import HOSTNAME
 

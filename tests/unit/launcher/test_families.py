@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.models import PRESETS, Plugin
-from elastic_trainer.models.mistral import Mistral
-from elastic_trainer.models.qwen3 import Qwen3
-from launcher.errors import UserError
-from launcher.jobspec.reading import load_spec
-from launcher.ops.checkpoints.start_from import forbidden_shape
-from launcher.ops.submitting.freeze import freeze_code, pointed_to, survey
-from launcher.planning.search import plan
+from elastic_trainer.plan.models import PRESETS, Plugin
+from elastic_trainer.plan.models.mistral import Mistral
+from elastic_trainer.plan.models.qwen3 import Qwen3
+from launcher.plan.search import plan
 from launcher.render.local import to_train_config
 from launcher.render.sbatch import _mounts
+from launcher.runs.checkpoints.start_from import forbidden_shape
+from launcher.runs.submitting.freeze import freeze_code, pointed_to, survey
+from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
 
 DIMS = {"num_layers": 4, "dim": 64, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 96,
         "vocab_size": 512}  # fmt: skip

@@ -4,16 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.events import Event
-from launcher.errors import UserError
-from launcher.ops.local.faults import (
-    Fault,
-    FaultAction,
-    Phase,
-    parse_fault,
-    parse_faults,
-    phases_begun,
-)
+from elastic_trainer.record.events import Event
+from launcher.local.faults import Fault, FaultAction, Phase, parse_fault, parse_faults, phases_begun
+from launcher.spec.errors import UserError
 
 RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from synthetic_record import STEP_S, Stream, config_of
 
-from launcher.backends.base import JobState, JobStatus
-from launcher.ops.watching.findings import LEAST_BYTES, DiskSpace, Facts, Kind, findings
+from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
+from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, Facts, Kind, findings
 
 NODES = ["n1", "n2", "n3", "n4"]
 RUNNING = JobStatus(state=JobState.RUNNING, nodes=tuple(NODES), batch_host="n1")

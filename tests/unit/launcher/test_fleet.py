@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.events import Event
-from launcher.backends.base import Machine
-from launcher.backends.kubernetes.machines import of_nodes
-from launcher.backends.slurm.machines import of_scontrol
+from elastic_trainer.record.events import Event
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.fleet import MOST_BYTES, Fleet, fleet_at, place_for
-from launcher.ops.nodes import Checked, listed, note_failed, note_moved, release
-from launcher.ops.preflight.checks import Finding, NodeReport
-from launcher.ops.submitting.asking import ask_with_ledger
+from launcher.fleet.ledger import MOST_BYTES, Fleet, fleet_at, place_for
+from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
+from launcher.fleet.preflight.checks import Finding, NodeReport
+from launcher.platforms.base import Machine
+from launcher.platforms.kubernetes.machines import of_nodes
+from launcher.platforms.slurm.machines import of_scontrol
 from launcher.record.files import LauncherLog
 from launcher.record.fleet import (
     BURST_S,
@@ -33,6 +31,8 @@ from launcher.record.fleet import (
     moved,
     standings,
 )
+from launcher.runs.submitting.asking import ask_with_ledger
+from launcher.spec.errors import UserError
 
 GPUS = tuple(f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "012")
 DAY = 86400.0
@@ -317,7 +317,7 @@ class Platform:
         raise AssertionError
 
     def find_problems(self, files, *, without=()):
-        from launcher.errors import NOWHERE, Problem
+        from launcher.spec.errors import NOWHERE, Problem
 
         left = {machine.name for machine in self.machines()} - set(without) - {"n5"}
         few = len(left) < 4

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.logs import _since
-from launcher.errors import UserError
-from launcher.ops.submitting.submit import sweep_tasks
-from launcher.ops.watching.follow_logs import Line, LineFilter, LogReader, Selection
-from launcher.ops.watching.texts import names, span, times
+from launcher.runs.submitting.submit import sweep_tasks
+from launcher.runs.watching.follow_logs import Line, LineFilter, LogReader, Selection
+from launcher.runs.watching.texts import names, span, times
+from launcher.spec.errors import UserError
 
 
 def reader(tmp_path, *, output=(), **kwargs):

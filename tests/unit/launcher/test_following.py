@@ -11,12 +11,12 @@ import pytest
 from fake_slurm import SUBMIT
 from slurm_bench import as_json, asked, cli, fresh, slurm, submit, trains, worker_fails
 
-from launcher import stop_request
-from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
-from launcher.ops.runs import find_runs
-from launcher.ops.submitting import cancelling
-from launcher.ops.watching import watch
-from launcher.ops.watching.follow_logs import LogReader, Selection
+from launcher.platforms.base import NO_SUCH_JOB, JobState, JobStatus
+from launcher.record import stop_request
+from launcher.runs.runs import find_runs
+from launcher.runs.submitting import cancelling
+from launcher.runs.watching import watch
+from launcher.runs.watching.follow_logs import LogReader, Selection
 
 __all__ = ["fresh", "slurm"]  # fixtures
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.config import TrainConfig
-from launcher.errors import UserError
-from launcher.jobspec.sections import Code
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.submitting.freeze import (
+from elastic_trainer.plan.config import TrainConfig
+from launcher.plan.search import plan
+from launcher.record.files import RunRecord
+from launcher.render.local import render_local
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.submitting.freeze import (
     ALWAYS_EXCLUDED,
     SECRET_FILES,
     freeze_code,
@@ -31,9 +32,8 @@ from launcher.ops.submitting.freeze import (
     upgrade,
     use_code,
 )
-from launcher.planning.search import plan
-from launcher.record.files import RunRecord
-from launcher.render.local import render_local
+from launcher.spec.errors import UserError
+from launcher.spec.sections import Code
 
 AUTHOR = {
     "GIT_AUTHOR_NAME": "a",
@@ -385,7 +385,7 @@ def test_what_cannot_be_frozen_is_refused(source, make_spec, value, code, words)
 
 
 def test_too_many_files_are_refused(source, monkeypatch):
-    monkeypatch.setattr("launcher.ops.submitting.freeze.MAX_FILES", 1)
+    monkeypatch.setattr("launcher.runs.submitting.freeze.MAX_FILES", 1)
     with refused("HF640", "2 files", "pkg (1 file)"):
         list_code(source, Code())
 
@@ -500,7 +500,7 @@ def test_what_only_its_owner_may_read_is_never_open_while_it_is_copied(source, f
         seen.append(stat.S_IMODE(os.fstat(out.fileno()).st_mode))
         out.write(content.read())
 
-    monkeypatch.setattr("launcher.ops.submitting.freeze.shutil.copyfileobj", copy)
+    monkeypatch.setattr("launcher.runs.submitting.freeze.shutil.copyfileobj", copy)
     freeze(source)
     assert 0o400 in seen
     assert not any(mode & 0o077 for mode in seen if mode == 0o400)

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_trainer.ladder import Ladder
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PRESETS, ModelShape
-from launcher.errors import UserError
-from launcher.hardware import GPUS, device_memory_gib
-from launcher.jobspec.reading import parse_spec
-from launcher.memory import GIB, HOLDFAST, Stack, Work, fullest_rank, rank_bytes
-from launcher.planning.search import plan
-from launcher.planning.summary import summary_lines
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import PRESETS, ModelShape
+from launcher.plan.search import plan
+from launcher.plan.summary import summary_lines
+from launcher.spec.errors import UserError
+from launcher.spec.hardware import GPUS, device_memory_gib
+from launcher.spec.memory import GIB, HOLDFAST, Stack, Work, fullest_rank, rank_bytes
+from launcher.spec.reading import parse_spec
 
 LLAMA = PRESETS["llama3-8b"]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.gpus import Gpu, answering
-from launcher.ops.preflight.hardware import (
+from elastic_trainer.plan.gpus import Gpu, answering
+from launcher.fleet.preflight.hardware import (
     dcgm_problems,
     gpu_identity,
     gpu_information,

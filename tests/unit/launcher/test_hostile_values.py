@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sbatch_lines import directives, has_sbatch, real_directives
 
-from launcher.errors import UserError
-from launcher.jobspec.env import Env
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.slurm import Slurm
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
+from launcher.spec.env import Env
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
+from launcher.spec.slurm import Slurm
 
 CANARY = "canary"
 ATTACKS = (

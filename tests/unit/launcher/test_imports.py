@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 READERS = {
     ROOT / "launcher/node/begin.py",
-    ROOT / "launcher/ops/checkpoints/commits.py",
+    ROOT / "launcher/runs/checkpoints/commits.py",
 }
 PURE = {
     "layout",
@@ -43,7 +43,7 @@ import launcher.cli.main as main
 assert not {"pydantic", "yaml"} & set(sys.modules), "the start of the command needs neither"
 for command in (["check", "examples/tiny-cpu.yaml"], ["plan", "examples/llama3-405b.yaml"]):
     assert main.run_cli(command) == 0
-import launcher.backends.kubernetes.backend as kubernetes
+import launcher.platforms.kubernetes.backend as kubernetes
 kubernetes.KubernetesBackend()
 print("::", *(name for name in sys.modules))
 from launcher.api import load_job, plan, render, submit

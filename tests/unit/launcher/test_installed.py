@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import installed
-from launcher.errors import UserError
+from launcher.platforms import installed
+from launcher.spec.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.interpreter import agents_python, main, python_of
+from launcher.spec.errors import UserError
+from launcher.wrap.interpreter import agents_python, main, python_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_jobs import bundle_of, kind
 
-from launcher.backends.kubernetes.admission import (
+from launcher.platforms.kubernetes.admission import (
     CLAIM,
     STORAGE_CLASS,
     Cluster,
@@ -21,11 +21,11 @@ from launcher.backends.kubernetes.admission import (
     request_of,
     sample_pod,
 )
-from launcher.backends.kubernetes.api import connect
-from launcher.backends.kubernetes.backend import KubernetesBackend
-from launcher.backends.kubernetes.documents import read_bundle
-from launcher.errors import UserError
-from launcher.ops.submitting.asking import ask
+from launcher.platforms.kubernetes.api import connect
+from launcher.platforms.kubernetes.backend import KubernetesBackend
+from launcher.platforms.kubernetes.documents import read_bundle
+from launcher.runs.submitting.asking import ask
+from launcher.spec.errors import UserError
 
 __all__ = ["backend", "kind", "run", "server", "waits"]  # fixtures
 CORE = "/api/v1/namespaces/train"

@@ -8,9 +8,9 @@ from urllib.parse import parse_qs
 import pytest
 from fake_api import Reply, kubeconfig, server, status_object, waits
 
-from launcher.backends.kubernetes.api import Patience, connect
-from launcher.backends.kubernetes.documents import CONFIG_MAP, POD, RESOURCES
-from launcher.backends.kubernetes.errors import (
+from launcher.platforms.kubernetes.api import Patience, connect
+from launcher.platforms.kubernetes.documents import CONFIG_MAP, POD, RESOURCES
+from launcher.platforms.kubernetes.errors import (
     BrokenOffError,
     BusyError,
     Call,
@@ -20,9 +20,9 @@ from launcher.backends.kubernetes.errors import (
     refusal,
     retry_after,
 )
-from launcher.backends.kubernetes.exec import PodExec
-from launcher.backends.kubernetes.watch import watch_until
-from launcher.errors import PermanentError, TemporaryError, UserError
+from launcher.platforms.kubernetes.exec import PodExec
+from launcher.platforms.kubernetes.watch import watch_until
+from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["server", "waits"]  # fixtures
 

@@ -16,19 +16,14 @@ from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, 
 from fake_api import CREATED, Reply, server, status_object, waits
 from kubernetes_jobs import job_with
 
-from elastic_trainer.storage_probe import probe_storage
-from launcher.backends.base import JobId, JobRef, Notices, RemoteExec
-from launcher.backends.kubernetes.api import KubernetesApi
-from launcher.backends.kubernetes.documents import (
-    Bundle,
-    read_bundle,
-    storage_pod,
-    template_of,
-)
-from launcher.errors import PermanentError, TemporaryError, UserError
-from launcher.ops import run_dir as run_dirs
-from launcher.ops.submitting.submit import prepare
-from launcher.ops.submitting.submit import submit as submit_prepared
+from elastic_trainer.storage.storage_probe import probe_storage
+from launcher.platforms.base import JobId, JobRef, Notices, RemoteExec
+from launcher.platforms.kubernetes.api import KubernetesApi
+from launcher.platforms.kubernetes.documents import Bundle, read_bundle, storage_pod, template_of
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.submitting.submit import prepare
+from launcher.runs.submitting.submit import submit as submit_prepared
+from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 QUOTA = Reply(403, status_object(403, "Forbidden", "exceeded quota: jobs"))
 SECRETS = "/api/v1/namespaces/train/secrets"
@@ -342,7 +337,7 @@ def test_a_former_job_that_does_not_go_is_told(backend, server, run, monkeypatch
     submit(backend, run)
     end(server)
     running(server, 1)  # it stays
-    monkeypatch.setattr("launcher.backends.kubernetes.submit.GONE_S", 0.0)
+    monkeypatch.setattr("launcher.platforms.kubernetes.submit.GONE_S", 0.0)
     with pytest.raises(TemporaryError, match="still being removed"):
         submit(backend, run)
 
@@ -367,7 +362,7 @@ def test_the_pod_for_the_storage_does_not_need_the_account_that_comes_with_the_j
 
 def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     code = (
-        "import sys, launcher.backends.kubernetes.backend as k; k.KubernetesBackend();"
+        "import sys, launcher.platforms.kubernetes.backend as k; k.KubernetesBackend();"
         "print([name for name in sys.modules if name.partition('.')[0] in"
         " ('kubernetes', 'websocket', 'urllib3')])"
     )

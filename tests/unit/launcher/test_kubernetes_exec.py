@@ -15,8 +15,8 @@ import time
 import pytest
 from fake_api import kubeconfig, server
 
-from launcher.backends.kubernetes.api import connect
-from launcher.backends.kubernetes.exec import ExecFailedError, PodExec, exit_code
+from launcher.platforms.kubernetes.api import connect
+from launcher.platforms.kubernetes.exec import ExecFailedError, PodExec, exit_code
 
 __all__ = ["server"]  # fixture
 

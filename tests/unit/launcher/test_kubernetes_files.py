@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.kubernetes import files as mine
-from launcher.backends.kubernetes.documents import moved
-from launcher.backends.kubernetes.files import Fetched, one_at_a_time, upload
-from launcher.backends.kubernetes.storage import new_lines
-from launcher.errors import PermanentError
 from launcher.node import files as theirs
-from launcher.run_files import END, safe_parts
+from launcher.platforms.kubernetes import files as mine
+from launcher.platforms.kubernetes.documents import moved
+from launcher.platforms.kubernetes.files import Fetched, one_at_a_time, upload
+from launcher.platforms.kubernetes.storage import new_lines
+from launcher.record.run_files import END, safe_parts
+from launcher.spec.errors import PermanentError
 
 
 @pytest.fixture

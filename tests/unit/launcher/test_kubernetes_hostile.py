@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kubernetes_jobs import KINDS, bundle_of, expanded, template_of, variables_of
 
-from launcher.errors import UserError
-from launcher.jobspec.source import parse_value
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.pod import escape
+from launcher.spec.errors import UserError
+from launcher.spec.source import parse_value
 
 SPECIAL = (
     "yes", "no", "on", "off", "y", "N", "true", "False", "null", "~", "Null", "1", "1.0", "1e3",

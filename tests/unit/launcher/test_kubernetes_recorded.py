@@ -6,13 +6,13 @@ import pytest
 from fake_api import kubeconfig
 from kubernetes_tape import CALLS, FOLDER, NAMESPACE, SECRET, files_of, playing, tape
 
-from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState
-from launcher.backends.kubernetes.backend import KubernetesBackend
-from launcher.backends.kubernetes.documents import MADE_OF, RESOURCES
-from launcher.backends.kubernetes.errors import ConflictError, GoneError
-from launcher.errors import UserError
+from launcher.platforms.base import JobId, JobRef, JobState
+from launcher.platforms.kubernetes.backend import KubernetesBackend
+from launcher.platforms.kubernetes.documents import MADE_OF, RESOURCES
+from launcher.platforms.kubernetes.errors import ConflictError, GoneError
+from launcher.record import stop_request
 from launcher.render.kubernetes_names import KINDS
+from launcher.spec.errors import UserError
 
 REFUSED = {
     "no such namespace": "HF755",

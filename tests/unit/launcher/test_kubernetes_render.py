@@ -20,12 +20,12 @@ from kubernetes_jobs import (
     variables_of,
 )
 
-from elastic_trainer.config import TrainConfig
+from elastic_trainer.plan.config import TrainConfig
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.jobspec.kubernetes import quantity_bytes
-from launcher.ops.submitting.submit import prepare
 from launcher.render.kubernetes_names import SHM_VOLUME
+from launcher.runs.submitting.submit import prepare
+from launcher.spec.errors import UserError
+from launcher.spec.kubernetes import quantity_bytes
 
 __all__ = ["kind"]  # the fixture
 

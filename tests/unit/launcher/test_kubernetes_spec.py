@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.jobspec.kubernetes import quantity_bytes
 from launcher.render.fabric import Fabric, fabric_variables
+from launcher.spec.kubernetes import quantity_bytes
 
 
 @pytest.mark.parametrize(

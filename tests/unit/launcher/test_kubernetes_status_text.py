@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.base import NO_SUCH_JOB
-from launcher.backends.kubernetes.pods import failures, in_order, name_of, text_of, time_of
-from launcher.backends.kubernetes.status_text import (
+from launcher.platforms.base import NO_SUCH_JOB
+from launcher.platforms.kubernetes.pods import failures, in_order, name_of, text_of, time_of
+from launcher.platforms.kubernetes.status_text import (
     Seen,
     description_of,
     events_of,

@@ -14,16 +14,16 @@ from fake_api import Reply, server, status_object, waits
 
 from elastic_trainer.board.open_board import ELSEWHERE, read_board
 from elastic_trainer.board.state import BoardState, Commit
-from launcher import stop_request
-from launcher.backends.commands import Answer
-from launcher.backends.kubernetes import storage as kubernetes_storage
-from launcher.backends.kubernetes.documents import CONFIG_MAP
-from launcher.backends.kubernetes.errors import BusyError, UnreachableError
-from launcher.backends.kubernetes.exec import PodExec
-from launcher.backends.kubernetes.files import Fetched
-from launcher.backends.kubernetes.status_text import Seen
-from launcher.backends.kubernetes.storage import Storage
-from launcher.errors import PermanentError, UserError
+from launcher.platforms.commands import Answer
+from launcher.platforms.kubernetes import storage as kubernetes_storage
+from launcher.platforms.kubernetes.documents import CONFIG_MAP
+from launcher.platforms.kubernetes.errors import BusyError, UnreachableError
+from launcher.platforms.kubernetes.exec import PodExec
+from launcher.platforms.kubernetes.files import Fetched
+from launcher.platforms.kubernetes.status_text import Seen
+from launcher.platforms.kubernetes.storage import Storage
+from launcher.record import stop_request
+from launcher.spec.errors import PermanentError, UserError
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 STATE = BoardState(epoch=4, commits=(Commit(epoch=4, step=7, dir="d", manifest_sha256="0" * 64),))

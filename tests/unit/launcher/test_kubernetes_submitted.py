@@ -6,10 +6,10 @@ import pytest
 from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
 
-from launcher import stop_request
-from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState
-from launcher.backends.kubernetes.documents import read_bundle
-from launcher.ops.submitting.cancelling import save_time_s
+from launcher.platforms.base import NO_SUCH_JOB, JobId, JobRef, JobState
+from launcher.platforms.kubernetes.documents import read_bundle
+from launcher.record import stop_request
+from launcher.runs.submitting.cancelling import save_time_s
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.workers.scratch import Scratch
-from launcher.backends.base import JobId
-from launcher.backends.local import LocalCluster, loopback_address
-from launcher.backends.processes import process_table
-from launcher.errors import PermanentError
+from launcher.platforms.base import JobId
+from launcher.platforms.local import LocalCluster, loopback_address
+from launcher.platforms.processes import process_table
+from launcher.spec.errors import PermanentError
 
 # An agent with a child in a session of its own (as a zygote might be), and that one's child.
 AGENT = """
@@ -77,7 +77,7 @@ def test_a_power_loss_takes_agent_zygote_and_workers(cluster):
 
 
 def test_what_a_killed_agent_left_in_memory_is_removed(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.backends.local.SCRATCH", tmp_path)
+    monkeypatch.setattr("launcher.platforms.local.SCRATCH", tmp_path)
     cluster.start()
     up(cluster)
     living = Scratch("test", "node0", root=tmp_path)  # of another job on this run
@@ -225,7 +225,7 @@ def test_agents_die_with_a_killed_launcher(tmp_path):
     launcher = """
 import sys
 from pathlib import Path
-from launcher.backends.local import LocalCluster
+from launcher.platforms.local import LocalCluster
 cluster = LocalCluster(Path(sys.argv[1]), run_id="r", job_id="j", attempt=1, num_nodes=2,
                        command=lambda _: ["sleep", "600"])
 cluster.start()

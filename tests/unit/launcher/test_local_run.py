@@ -7,11 +7,11 @@ import io
 import pytest
 from synthetic_record import Stream, config_of
 
-from launcher.ops.local.faults import Chaos, parse_faults
-from launcher.ops.local.run import Interrupts, LocalRun
-from launcher.ops.views import PlainView
+from launcher.local.faults import Chaos, parse_faults
+from launcher.local.run import Interrupts, LocalRun
 from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
+from launcher.runs.views import PlainView
 
 NODES = ["node0", "node1", "node2"]
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.workers.status import NodeStatus
-from launcher.ops.reports.metrics import RunsCollector
 from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
 from launcher.render.pod import METRICS_PORT
+from launcher.runs.reports.metrics import RunsCollector
 
 CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"

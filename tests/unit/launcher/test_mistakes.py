@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
-from launcher.codes import WARNINGS
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
-from launcher.targets import target_named
+from launcher.plan.search import plan
+from launcher.platforms.targets import target_named
+from launcher.spec.codes import WARNINGS
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 FILES = sorted((Path(__file__).parent / "mistakes").glob("*.yaml"))
 

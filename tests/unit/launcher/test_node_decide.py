@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.board.state import BoardState, Ended, Lease
-from elastic_trainer.config import ElasticSection
+from elastic_trainer.plan.config import ElasticSection
 from launcher.node.attempt import Past
 from launcher.node.decide import (
     STILL_READS,

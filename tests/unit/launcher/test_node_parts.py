@@ -14,10 +14,6 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Ended, Lease
-from launcher.atomic_file import write_json
-from launcher.backends.commands import Answer
-from launcher.backends.processes import start_ticks
-from launcher.errors import UserError
 from launcher.node import beat, board, slurm
 from launcher.node import watchdog as watchdog_module
 from launcher.node.__main__ import main
@@ -27,6 +23,10 @@ from launcher.node.end import end
 from launcher.node.say import note
 from launcher.node.slurm import carry_out
 from launcher.node.watchdog import Watchdog
+from launcher.platforms.commands import Answer
+from launcher.platforms.processes import start_ticks
+from launcher.record.atomic_file import write_json
+from launcher.spec.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic_trainer.events import Event
+from elastic_trainer.record.events import Event
 from launcher.cli.main import cli
-from launcher.errors import UserError
-from launcher.ops.reports import notifying
-from launcher.ops.reports.notifying import Follower, Webhook
 from launcher.record.notices import KINDS, Notice, Notices
+from launcher.runs.reports import notifying
+from launcher.runs.reports.notifying import Follower, Webhook
+from launcher.spec.errors import UserError
 
 
 def event(name, step=None, *, t=0.0, epoch=1, **fields):

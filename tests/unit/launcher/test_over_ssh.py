@@ -24,11 +24,11 @@ from sshd import Sshd
 from holdfast import find_site, load_job, submit
 from launcher.cli.common import words_of
 from launcher.cli.main import cli, run_cli
-from launcher.errors import UserError
-from launcher.installed import installed_version
-from launcher.jobspec.source import read_source
-from launcher.ops import over_ssh
-from launcher.sites import VARIABLE, Site
+from launcher.platforms.installed import installed_version
+from launcher.platforms.sites import VARIABLE, Site
+from launcher.runs import over_ssh
+from launcher.spec.errors import UserError
+from launcher.spec.source import read_source
 
 ROOT = Path(__file__).parents[3]
 JOB = """\

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
-from launcher.planning.snapshots import shortest_step_s, snapshot_line
+from launcher.plan.search import plan
+from launcher.plan.snapshots import shortest_step_s, snapshot_line
+from launcher.spec.reading import load_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GIB = 2**30

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from pod_world import POD, job_json, until, world
 
-from launcher import stop_request
-from launcher.errors import UserError
 from launcher.node.attempt import pasts
 from launcher.node.pod_env import PodEnv
+from launcher.record import stop_request
+from launcher.spec.errors import UserError
 
 __all__ = ["job_json", "world"]  # fixtures
 

@@ -9,9 +9,9 @@ import pytest
 from at_once import at_once
 from pod_world import job_json
 
-from elastic_trainer.atomic_file import publish
-from launcher.errors import UserError
+from elastic_trainer.storage.atomic_file import publish
 from launcher.node.pod import failures, prepare
+from launcher.spec.errors import UserError
 
 __all__ = ["job_json"]  # the fixture
 

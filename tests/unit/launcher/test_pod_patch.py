@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_jobs import documents_of, kind, pod_of, refused, template_of, variables_of
 
-from launcher.errors import UserError
-from launcher.jobspec.pod_patch import AGENT_NAMES, patched
 from launcher.render.kubernetes_names import CONTAINERS
+from launcher.spec.errors import UserError
+from launcher.spec.pod_patch import AGENT_NAMES, patched
 
 __all__ = ["kind"]  # the fixture
 

@@ -16,10 +16,10 @@ from pod_world import until
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, Ended, update
-from elastic_trainer.events import Event
-from launcher import stop_request
+from elastic_trainer.record.events import Event
 from launcher.node.pod_env import PodEnv
 from launcher.node.pod_save import ANSWER_S, Saving, answer, next_act
+from launcher.record import stop_request
 
 ENV = {
     "HOLDFAST_KIND": "jobset",

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.commands import Answer as Said
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.ops.preflight import checks
-from launcher.ops.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
-from launcher.ops.preflight.nodes import SUBMITTERS, Preflight, Where, choose
+from launcher.fleet.preflight import checks
+from launcher.fleet.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
+from launcher.fleet.preflight.nodes import SUBMITTERS, Preflight, Where, choose
+from launcher.platforms.commands import Answer as Said
+from launcher.spec.errors import UserError
 
 
 class Usage(NamedTuple):

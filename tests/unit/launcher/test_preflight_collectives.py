@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.ops.preflight.bisection import Verdicts
-from launcher.ops.preflight.collectives import findings
+from launcher.fleet.preflight.bisection import Verdicts
+from launcher.fleet.preflight.collectives import findings
 
 ROOT = Path(__file__).parents[3]
 

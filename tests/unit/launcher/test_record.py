@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.events import EVENTS, Event
-from launcher.errors import UserError
+from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
 from launcher.record.files import LauncherLog, RunRecord, events_named, newest_events
 from launcher.record.timeline import epochs
+from launcher.spec.errors import UserError
 
 
 def event(t, name="agent.started"):

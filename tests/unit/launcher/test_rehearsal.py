@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from elastic_trainer.events import Event
-from elastic_trainer.models import PRESETS
+from elastic_trainer.plan.models import PRESETS
+from elastic_trainer.record.events import Event
 from launcher.cli.rehearse import FAILURES
-from launcher.errors import UserError
-from launcher.jobspec.reading import load_spec
-from launcher.ops.local.faults import parse_faults
-from launcher.ops.rehearsal.scaling import MOST_NODES, MOST_WORKERS, scaled
-from launcher.ops.rehearsal.verdicts import (
+from launcher.local.faults import parse_faults
+from launcher.local.rehearsal.scaling import MOST_NODES, MOST_WORKERS, scaled
+from launcher.local.rehearsal.verdicts import (
     Attempts,
     Failing,
     Level,
@@ -28,8 +26,10 @@ from launcher.ops.rehearsal.verdicts import (
     sets_of,
     verdict,
 )
-from launcher.planning.clock import Clock
-from launcher.planning.search import plan
+from launcher.plan.clock import Clock
+from launcher.plan.search import plan
+from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 CORPUS = Path("/nowhere/corpus.txt")

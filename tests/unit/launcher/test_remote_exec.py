@@ -11,11 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.hangs.look import lines_of
-from launcher.backends.base import JobId, JobRef
-from launcher.backends.commands import Answer
-from launcher.errors import PermanentError, UserError
-from launcher.ops.runs import Run
-from launcher.ops.watching.remote_exec import (
+from launcher.plan.search import plan
+from launcher.platforms.base import JobId, JobRef
+from launcher.platforms.commands import Answer
+from launcher.record.files import LauncherLog
+from launcher.render.sbatch import render_slurm
+from launcher.runs.runs import Run
+from launcher.runs.watching.remote_exec import (
     RunningJob,
     StepStart,
     read_script,
@@ -23,10 +25,8 @@ from launcher.ops.watching.remote_exec import (
     worker_of,
     workers_of,
 )
-from launcher.ops.watching.stacks import take_stacks
-from launcher.planning.search import plan
-from launcher.record.files import LauncherLog
-from launcher.render.sbatch import render_slurm
+from launcher.runs.watching.stacks import take_stacks
+from launcher.spec.errors import PermanentError, UserError
 
 
 def script_of(make_spec, *sets, python="/opt/my env/bin/python"):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.config import TrainConfig
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
+from elastic_trainer.plan.config import TrainConfig
+from launcher.plan.search import plan
+from launcher.platforms.targets import TARGETS, target_named
 from launcher.render.local import render_local, to_train_config
-from launcher.targets import TARGETS, target_named
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
 
 PLACES = {"run_id": "r1", "run_dir": "/runs/r1", "base_dir": "/home/me/jobs"}
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sbatch_lines import arguments, directives, has_sbatch, real_directives
 
-from launcher.errors import UserError
 from launcher.render.shell import (
     Quoted,
     check_path,
@@ -19,6 +18,7 @@ from launcher.render.shell import (
     template,
     words,
 )
+from launcher.spec.errors import UserError
 
 NASTY = "ab '\"\\$`!#;&|<>(){}[]*?~=%:,\t-é\u2028"
 LINES = st.one_of(

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 from synthetic_record import Stream, config_of, storm
 
-from launcher import installed
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.ops.reports.charts import MOST_BARS, charts_of, png_figure, svg
-from launcher.ops.reports.data import differences, report_data, thin
-from launcher.ops.reports.report import html_report, write_report
+from launcher.platforms import installed
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
+from launcher.runs.reports.charts import MOST_BARS, charts_of, png_figure, svg
+from launcher.runs.reports.data import differences, report_data, thin
+from launcher.runs.reports.report import html_report, write_report
+from launcher.spec.errors import UserError
 
 
 def data_of(stream, **more):

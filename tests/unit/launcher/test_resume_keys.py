@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.spec import all_sections, keys_of
-from launcher.ops.checkpoints.start_from import (
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
+from launcher.plan.search import plan
+from launcher.render.local import to_train_config
+from launcher.runs.checkpoints.start_from import (
     KEYS,
     _flat,
     forbidden,
@@ -17,8 +17,8 @@ from launcher.ops.checkpoints.start_from import (
     rule_of,
     table,
 )
-from launcher.planning.search import plan
-from launcher.render.local import to_train_config
+from launcher.spec.reading import parse_spec
+from launcher.spec.spec import all_sections, keys_of
 
 JOB = """\
 name: tiny

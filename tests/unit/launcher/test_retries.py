@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from launcher.errors import PermanentError, TemporaryError
-from launcher.retries import insist, polled, retried
+from launcher.platforms.retries import insist, polled, retried
+from launcher.spec.errors import PermanentError, TemporaryError
 
 
 class AskedForError(TemporaryError):

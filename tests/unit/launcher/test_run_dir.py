@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
-from elastic_trainer.config import (
+from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from launcher.errors import UserError
-from launcher.ops import run_dir as run_dirs
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
 from launcher.render.local import HEAD
+from launcher.runs import run_dir as run_dirs
+from launcher.spec.errors import UserError
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_second_live_job_is_refused_and_named(tmp_path):
 
 def test_the_mark_of_a_killed_launcher_is_taken_over(tmp_path):
     script = (
-        "import os, sys; from pathlib import Path; from launcher.ops.run_dir import LiveMark;"
+        "import os, sys; from pathlib import Path; from launcher.runs.run_dir import LiveMark;"
         "LiveMark(Path(sys.argv[1]), 'old').__enter__(); os.kill(os.getpid(), 9)"
     )
     root = run_dirs.__file__.rsplit("/launcher/", 1)[0]

@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_trainer.config import METRICS_TARGETS
-from elastic_trainer.events import Event
+from elastic_trainer.plan.config import METRICS_TARGETS
+from elastic_trainer.record.events import Event
 from launcher.cli.main import cli
-from launcher.jobspec.reading import load_spec
-from launcher.ops.reports.metrics import RunsCollector, agents_of, write_targets
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.record.run_metrics import STATES, RunMetrics
 from launcher.render.local import render_local
+from launcher.runs.reports.metrics import RunsCollector, agents_of, write_targets
+from launcher.spec.reading import load_spec
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-cpu.yaml"
 

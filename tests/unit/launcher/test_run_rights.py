@@ -6,9 +6,9 @@ import stat
 
 import pytest
 
-from launcher.errors import UserError
-from launcher.ops import permissions
-from launcher.ops import run_dir as run_dirs
+from launcher.runs import permissions
+from launcher.runs import run_dir as run_dirs
+from launcher.spec.errors import UserError
 
 
 def test_the_umask_holds_while_it_is_asked_for(tmp_path):

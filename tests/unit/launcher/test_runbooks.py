@@ -13,11 +13,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from elastic_trainer.signatures import Remedy, classes
+from elastic_trainer.record.signatures import Remedy, classes
 from launcher.cli.main import cli
-from launcher.errors import UserError
-from launcher.jobspec.spec import all_sections, keys_of
-from launcher.runbooks.pages import FOLDER, Names, index, page, titles
+from launcher.doctor.runbooks.pages import FOLDER, Names, index, page, titles
+from launcher.spec.errors import UserError
+from launcher.spec.spec import all_sections, keys_of
 
 ROOT = Path(__file__).parents[3]
 FOLDER_OF_DOCS = ROOT / "docs" / "runbooks"

@@ -10,8 +10,8 @@ import pytest
 from fake_api import server
 from platform_sides import RUN, KubernetesSide, SlurmSide
 
-from launcher.backends.kubernetes.api import Patience
-from launcher.backends.slurm.queries import Patience as SlurmPatience
+from launcher.platforms.kubernetes.api import Patience
+from launcher.platforms.slurm.queries import Patience as SlurmPatience
 
 __all__ = ["server"]  # fixture
 
@@ -133,8 +133,8 @@ COMMANDS = (
 def quick(monkeypatch):
     """Ask platforms that are away once."""
     slurm, kubernetes = SlurmPatience(retry_query_s=0.0), Patience(retry_s=0.0)
-    monkeypatch.setattr("launcher.backends.slurm.backend.Patience", lambda: slurm)
-    monkeypatch.setattr("launcher.backends.kubernetes.api.Patience", lambda: kubernetes)
+    monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: slurm)
+    monkeypatch.setattr("launcher.platforms.kubernetes.api.Patience", lambda: kubernetes)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobspec.reading import parse_spec
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
+from launcher.spec.reading import parse_spec
 
 JOB = """\
 name: a-job

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_trainer.ladder import Ladder
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.rules import layout_findings, schedule_runs
-from launcher.planning.search import num_rounds, plan
+from elastic_trainer.plan.ladder import Ladder
+from launcher.plan.search import num_rounds, plan
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
+from launcher.spec.rules import layout_findings, schedule_runs
 
 TEXT = """\
 name: a

@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
-from launcher.errors import Problem, UserError, Where
-from launcher.jobspec.reading import parse_spec
-from launcher.secret_forms import FORMS, MASK, find_secrets, is_secret, leaks, masked, masked_set
+from launcher.spec.errors import Problem, UserError, Where
+from launcher.spec.reading import parse_spec
+from launcher.spec.secret_forms import (
+    FORMS,
+    MASK,
+    find_secrets,
+    is_secret,
+    leaks,
+    masked,
+    masked_set,
+)
 
 JOB = """\
 name: tiny

@@ -13,9 +13,9 @@ from slurm_bench import fresh
 
 from holdfast import find_site, load_job, submit
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.jobspec.source import read_source
-from launcher.sites import VARIABLE, Site, files
+from launcher.platforms.sites import VARIABLE, Site, files
+from launcher.spec.errors import UserError
+from launcher.spec.source import read_source
 
 __all__ = ["fresh"]  # a fixture
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.slurm import admission, parse
-from launcher.backends.slurm.admission import Cluster, problems, request_of
+from launcher.platforms.slurm import admission, parse
+from launcher.platforms.slurm.admission import Cluster, problems, request_of
 from launcher.render.shell import sbatch_option
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "slurm-22.05" / "admission"

@@ -5,12 +5,12 @@ import itertools
 import pytest
 from fake_commands import FakeCommands
 
-from launcher.backends.base import JobId, JobRef, JobState
-from launcher.backends.commands import SystemCommands, TimedOutError
-from launcher.backends.slurm.backend import SlurmBackend, outside_jobs, slurm_environment
-from launcher.backends.slurm.parse import SACCT_COLUMNS, SEPARATOR
-from launcher.backends.slurm.queries import Patience
-from launcher.errors import PermanentError, TemporaryError, UserError
+from launcher.platforms.base import JobId, JobRef, JobState
+from launcher.platforms.commands import SystemCommands, TimedOutError
+from launcher.platforms.slurm.backend import SlurmBackend, outside_jobs, slurm_environment
+from launcher.platforms.slurm.parse import SACCT_COLUMNS, SEPARATOR
+from launcher.platforms.slurm.queries import Patience
+from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 T = 1_767_225_600
 AWAY = (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.backends.slurm import parse
-from launcher.backends.slurm.parse import SEPARATOR, SlurmJob, expand_nodes
+from launcher.platforms.slurm import parse
+from launcher.platforms.slurm.parse import SEPARATOR, SlurmJob, expand_nodes
 
 SUBMIT = 1_767_225_600
 GOLDEN = Path(__file__).parents[2] / "golden" / "slurm-22.05"

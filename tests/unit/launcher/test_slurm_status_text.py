@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.base import JobId, JobRef, JobState
-from launcher.backends.slurm import status_text
-from launcher.backends.slurm.parse import SlurmJob
+from launcher.platforms.base import JobId, JobRef, JobState
+from launcher.platforms.slurm import status_text
+from launcher.platforms.slurm.parse import SlurmJob
 
 T = 1_767_225_600.0
 

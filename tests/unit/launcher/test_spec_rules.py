@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.layout import AXES, ParallelLayout
-from launcher.errors import choices
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.rules import (
+from elastic_trainer.plan.layout import AXES, ParallelLayout
+from launcher.spec.errors import choices
+from launcher.spec.reading import parse_spec
+from launcher.spec.rules import (
     crosses_nodes,
     divisors,
     float8_divides,

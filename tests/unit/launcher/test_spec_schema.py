@@ -8,10 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from launcher.errors import UserError
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.schema import job_schema
-from launcher.jobspec.spec import all_sections
+from launcher.spec.errors import UserError
+from launcher.spec.reading import parse_spec
+from launcher.spec.schema import job_schema
+from launcher.spec.spec import all_sections
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 JOB = {

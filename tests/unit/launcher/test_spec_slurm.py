@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.requests import request_findings
-from launcher.jobspec.slurm import array_indices
-from launcher.jobspec.source import Where
-from launcher.planning.search import plan
+from launcher.plan.search import plan
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.sbatch import render_slurm, render_sweep
+from launcher.spec.reading import parse_spec
+from launcher.spec.requests import request_findings
+from launcher.spec.slurm import array_indices
+from launcher.spec.source import Where
 
 from conftest import JOB  # isort: skip
 

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.errors import UserError
-from launcher.jobspec.source import describe, read_source, write_sets
+from launcher.spec.errors import UserError
+from launcher.spec.source import describe, read_source, write_sets
 
 
 def refusal(text, sets=()):

@@ -8,7 +8,6 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, Ended, Lease
-from launcher.backends.commands import Answer
 from launcher.node.attempt import Attempt
 from launcher.node.decide import attempt_result
 from launcher.node.sruns import as_of_one_srun, of_one_node, refused
@@ -22,6 +21,7 @@ from launcher.node.steps import (
     grouped,
     to_start_again,
 )
+from launcher.platforms.commands import Answer
 from launcher.record.files import RunRecord
 
 

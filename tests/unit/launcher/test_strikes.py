@@ -10,11 +10,11 @@ from config_map_server import FIRST_TOKEN, serving
 from fake_api import kubeconfig
 
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
-from launcher.backends.kubernetes.api import Patience, connect
-from launcher.errors import UserError
-from launcher.fleet import Fleet, fleet_at
+from launcher.fleet.ledger import Fleet, fleet_at
 from launcher.node.strikes import Strikes
+from launcher.platforms.kubernetes.api import Patience, connect
 from launcher.record.files import LauncherLog
+from launcher.spec.errors import UserError
 
 PLACE = "kubernetes://train/holdfast-fleet"
 PATH = "/api/v1/namespaces/train/configmaps/holdfast-fleet"

@@ -16,10 +16,10 @@ import pytest
 from fake_slurm import SUBMIT, tree
 from slurm_bench import TINY, asked, cli, fresh, refused, slurm, submit
 
-from elastic_trainer.storage_probe import probe_storage
-from launcher.backends.slurm.queries import Patience
+from elastic_trainer.storage.storage_probe import probe_storage
 from launcher.cli.main import run_cli
-from launcher.ops import run_dir as run_dirs
+from launcher.platforms.slurm.queries import Patience
+from launcher.runs import run_dir as run_dirs
 
 __all__ = ["fresh", "slurm"]  # fixtures
 
@@ -131,7 +131,7 @@ def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
 
 
 def test_a_slurm_that_answers_garbage(fresh, capsys, monkeypatch):
-    monkeypatch.setattr("launcher.backends.slurm.backend.Patience", lambda: Patience(adopt_s=0.0))
+    monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: Patience(adopt_s=0.0))
     fresh.says("sbatch", out="<html>502 Bad Gateway</html>")
     fresh.says("squeue", out="<html>502 Bad Gateway</html>")
     err = refused(capsys, code=1)

@@ -10,10 +10,10 @@ import pytest
 from fake_slurm import SUBMIT, tree
 from slurm_bench import fresh, submit
 
-from launcher import stop_request
 from launcher.cli.main import run_cli
-from launcher.jobspec.reading import load_spec
+from launcher.record import stop_request
 from launcher.record.files import LauncherLog, events_named
+from launcher.spec.reading import load_spec
 
 __all__ = ["fresh"]  # the fixture
 

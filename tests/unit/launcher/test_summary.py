@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, config_of, storm
 
-from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.backends.base import JobState
-from launcher.ops.local.job import AttemptResult, closing_lines
-from launcher.ops.watching.why import Why
+from elastic_trainer.record.ledger_audit import LedgerAudit
+from launcher.doctor.why import Why
+from launcher.local.job import AttemptResult, closing_lines
+from launcher.platforms.base import JobState
 from launcher.record import timeline
 from launcher.record.summary import summarise
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.ops.preflight import checks
-from launcher.ops.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
-from launcher.ops.preflight.hardware import port_problems, port_rates
-from launcher.ops.preflight.processes import (
+from launcher.fleet.preflight import checks
+from launcher.fleet.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
+from launcher.fleet.preflight.hardware import port_problems, port_rates
+from launcher.fleet.preflight.processes import (
     Process,
     ancestors,
     mapped_segments,
@@ -22,7 +22,7 @@ from launcher.ops.preflight.processes import (
     read_processes,
     unused_segments,
 )
-from launcher.ops.preflight.system import (
+from launcher.fleet.preflight.system import (
     chrony_offset,
     chrony_problems,
     clock_gaps,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.events import Event
-from launcher.ops.reports.tracking import LEASE_S, TrackedRun
+from elastic_trainer.record.events import Event
 from launcher.record.tracked import TrackedSteps
+from launcher.runs.reports.tracking import LEASE_S, TrackedRun
 
 FOR_EVER = 1e12
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from synthetic_record import Stream, config_of, storm
 
-from elastic_trainer.events import EVENTS, Event
-from elastic_trainer.layout import layout_label
-from launcher.ops.views import PlainView, plain_line, render_block
+from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
 from launcher.record.status import TrainingStatus
+from launcher.runs.views import PlainView, plain_line, render_block
 
 
 def shown(events, config=None):

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from synthetic_record import Stream, config_of, storm
 
 from launcher.cli.main import run_cli
-from launcher.ops.runs import find_run
-from launcher.ops.watching.following import Following
-from launcher.ops.watching.screen import Known, Page, screen
 from launcher.record.files import RunRecord
 from launcher.record.picture import NodeState, picture
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
+from launcher.runs.runs import find_run
+from launcher.runs.watching.following import Following
+from launcher.runs.watching.screen import Known, Page, screen
 
 NODES = [f"node{i}" for i in range(4)]
 

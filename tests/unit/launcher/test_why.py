@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from synthetic_record import Stream, config_of
 
-from launcher.backends.base import JobId, JobRef, JobState, JobStatus
-from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
-from launcher.ops.local.job import AttemptResult, job_code
-from launcher.ops.runs import Run, find_run
-from launcher.ops.watching.run_status import RunStatus, detail_lines, run_statuses
-from launcher.ops.watching.why import explain
+from launcher.doctor.why import explain
+from launcher.local.job import AttemptResult, job_code
+from launcher.platforms.base import JobId, JobRef, JobState, JobStatus
+from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
 from launcher.record.status import TrainingStatus
+from launcher.runs.runs import Run, find_run
+from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses
 
 
 def status_of(tmp_path: Path, stream: Stream, code: int) -> RunStatus:

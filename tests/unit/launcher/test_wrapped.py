@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
-from elastic_trainer.templates import fill
+from elastic_trainer.plan.templates import fill
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.jobspec.reading import load_spec
-from launcher.planning.search import plan
-from launcher.render.wrapped import hidden, job_of, launch_of, script_of
-from launcher.render.wrapped import wrap_script as wrapped_script
-from launcher.render.wrapped_ending import signalled
+from launcher.plan.search import plan
+from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
+from launcher.wrap.wrapped import hidden, job_of, launch_of, script_of
+from launcher.wrap.wrapped import wrap_script as wrapped_script
+from launcher.wrap.wrapped_ending import signalled
 
 BATCH = """\
 #!/bin/bash

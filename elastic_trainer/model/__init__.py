@@ -1,0 +1,1 @@
+"""The trainer's own model: a decoder, dense or a mixture of experts."""

@@ -1,0 +1,448 @@
+"""`job.json`: what the nodes know about a job.
+
+Written once by the launcher's render; every script carries only its path.
+Agents and workers read it and never the user's YAML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.plan.models import ModelShape, raw_of, says, shape_of
+from elastic_trainer.record.typed import check_types, parse_json
+
+TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
+METRICS_TARGETS: Final = "targets.json"
+"""In the run directory: the agents that serve metrics, in the form of Prometheus' file_sd."""
+JOB_JSON_VERSION = 2
+"""2: the ladder in ranges, and no defaults of how a job is operated. Version 1 is read too.
+
+Runs keep their job.json over an upgrade. To change such a default, raise the version, and read
+version 2 with the former default.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay to `min_lr_ratio * lr`."""
+
+    lr: float = field(default=3e-4, metadata=says("Peak learning rate."))
+    warmup_steps: int = field(default=0, metadata=says("Steps of linear warm-up."))
+    min_lr_ratio: float = field(
+        default=0.1, metadata=says("Final learning rate as a fraction of lr.")
+    )
+    weight_decay: float = field(default=0.1, metadata=says("Decay of matrices; norms have none."))
+    beta1: float = field(default=0.9, metadata=says("Decay of the first moment."))
+    beta2: float = field(default=0.95, metadata=says("Decay of the second moment."))
+    eps: float = field(default=1e-8, metadata=says("Epsilon of AdamW."))
+    clip_norm: float = field(default=1.0, metadata=says("Largest global gradient norm; 0: off."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """What one run trains. `global_batch` and `micro_batch` count sequences."""
+
+    seq_len: int = field(metadata=says("Tokens per sequence."))
+    global_batch: int = field(metadata=says("Sequences per step, in every fallback layout."))
+    micro_batch: int = field(default=1, metadata=says("Sequences per forward pass of one dp rank."))
+    steps: int = field(metadata=says("Optimizer steps."))
+    seed: int = field(default=0, metadata=says("Seed of initialisation and sample order."))
+    precision: str = field(
+        default="bf16", metadata=says("bf16 (mixed: fp32 parameters and reductions) or fp32.")
+    )
+    float8: bool = field(
+        default=False,
+        metadata=says("Multiply the layers' matrices in float8, by torchao: docs/parallelism.md."),
+    )
+    recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
+    compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
+    no_sync: bool | None = field(
+        default=None,
+        metadata=says(
+            "Reduce gradients after the last micro-batch of a step only, which needs whole fp32 "
+            "gradients on every GPU; null: on rungs whose predicted memory leaves 10 % free."
+        ),
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """Where the tokens come from. Paths are absolute."""
+
+    path: str = field(metadata=says("File or folder; relative to the job file's folder."))
+    format: str = field(
+        default="text",
+        metadata=says(
+            "text files, nanoGPT .bin shards, Megatron .bin/.idx, or sft: examples in JSON lines."
+        ),
+    )
+    tokenizer: str = field(
+        default="bytes",
+        metadata=says("bytes (vocabulary 256), or the path of a tokenizer.json."),
+    )
+    cut_long: bool = field(
+        default=False,
+        metadata=says("Of sft: cut examples longer than seq_len + 1 tokens; false: refuse them."),
+    )
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents that do not attend to each other."""
+        return self.format == "sft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSection:
+    """The loss on data that is not trained on; see docs/finetuning.md. `path` is absolute."""
+
+    path: str = field(
+        metadata=says("File or folder, of the format and tokenizer of data; never trained on.")
+    )
+    every_steps: int = field(
+        metadata=says("Validate after every multiple of this many steps, and after the last one.")
+    )
+    batches: int | None = field(
+        default=None, metadata=says("Global batches each time; null: all of path, once.")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """Checkpoints on storage. `dir` is absolute."""
+
+    dir: str
+    every_s: float | None = field(
+        default=600.0,
+        metadata=says("Seconds between checkpoints; null: only by every_steps and at the end."),
+    )
+    every_steps: int | None = field(
+        default=None, metadata=says("Also checkpoint after every multiple of this many steps.")
+    )
+    keep: int = field(default=3, metadata=says("Newest checkpoints kept."))
+    keep_every_steps: int | None = field(
+        default=None,
+        metadata=says("Multiples of this many steps are kept for ever (for evaluation)."),
+    )
+    memory_every_steps: int = field(
+        default=1, metadata=says("Steps between snapshots in memory; 0: none.")
+    )
+
+
+NO_DOMAIN: Final = "none"
+"""As `elastic.failure_domain`: machines fail one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticSection:
+    """How the job lives with failures."""
+
+    min_nodes: int | None = field(
+        default=None,
+        metadata=says(
+            "Fewest nodes to train on; null: the nodes of one dp replica, of a command all "
+            "nodes, for its batch changes with them."
+        ),
+    )
+    sizes: tuple[int, ...] | None = field(
+        default=None,
+        metadata=says(
+            "Numbers of nodes to train on, as [4, 2, 1], for a script whose batch not all numbers "
+            "divide; the rest are spares. null: each from min_nodes to nodes that a layout fits."
+        ),
+    )
+    max_restarts: int = field(
+        default=100, metadata=says("Job-wide restarts within window_s; then exit code 94.")
+    )
+    max_crashes: int = field(
+        default=10, metadata=says("Of these, restarts after errors of the program.")
+    )
+    max_hangs: int = field(default=20, metadata=says("Of these, restarts after hangs."))
+    no_progress: int = field(
+        default=3,
+        metadata=says(
+            "Exit code 93 after so many failures of the program, or hangs, without a newly "
+            "committed step between them."
+        ),
+    )
+    window_s: float = field(default=86400.0, metadata=says("Seconds that max_restarts looks back."))
+    node_failures: int = field(
+        default=2,
+        metadata=says(
+            "A node that fails this many times within window_s leaves the job; a program's own "
+            "errors do not count."
+        ),
+    )
+    hang_ceiling_s: float = field(
+        default=300.0,
+        metadata=says("Seconds without progress after which a worker counts as hung."),
+    )
+    hang_floor_s: float | None = field(
+        default=None,
+        metadata=says(
+            "Below it no shorter limit is learned from what is usual in the run; null: 2 on CPUs, "
+            "30 on GPUs."
+        ),
+    )
+    straggler: str = field(
+        default="report",
+        metadata=says("A rank slower than its peers: off, report, or swap for a spare."),
+    )
+    start_ceiling_s: float = field(
+        default=1800.0, metadata=says("The same until the second step of an epoch is done.")
+    )
+    join_timeout_s: float = field(
+        default=600.0,
+        metadata=says(
+            "Seconds the first epoch waits for all nodes, and a job with too few for more."
+        ),
+    )
+    heartbeat_s: float = field(default=1.0, metadata=says("Seconds between heartbeats of agents."))
+    dead_after_s: float = field(
+        default=5.0, metadata=says("Seconds of silence: the agent is dead.")
+    )
+    progress_pattern: str | None = field(
+        default=None,
+        metadata=says("Of a command: where its output says the step; null: the optimizer's steps."),
+    )
+    preload: str | None = field(
+        default=None,
+        metadata=says(
+            "Of a Python command: modules, separated by commas, that each node imports once, "
+            "before it forks workers: torch is anyway."
+        ),
+    )
+    from_scratch: bool = field(
+        default=False,
+        metadata=says(
+            "Of a command: it may begin at its first step after each restart; else the second time "
+            "in a row ends the job with exit code 93."
+        ),
+    )
+    stop_grace_s: float = field(
+        default=30.0,
+        metadata=says("Of a command that takes no requests: seconds from stop_signal to SIGKILL."),
+    )
+    stop_signal: str = field(
+        default="TERM",
+        metadata=says(
+            "Of a command that takes no requests: the signal that asks it to save and to end, in "
+            "place of SIGTERM, as USR1."
+        ),
+    )
+    standby: bool = field(
+        default=False,
+        metadata=says(
+            "While an epoch runs each worker has a second process that has compiled what the next "
+            "epoch will need and waits for it: shorter recovery, more memory."
+        ),
+    )
+    failure_domain: str | None = field(
+        default=None,
+        metadata=says(
+            "Nodes that are lost together; copies of the state go outside. Slurm: levels of its "
+            "topology above the node, or none; null: 1, the leaf switch or block. Kubernetes: a "
+            "label of nodes, as topology.kubernetes.io/zone, or none; null: none."
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumbersSection:
+    """What follows from wrong numbers; see docs/numbers.md."""
+
+    non_finite: str = field(
+        default="skip",
+        metadata=says(
+            "Loss or gradient norm is NaN or infinite: skip the batch, go back and skip, or stop "
+            "(exit code 93). Such a gradient is never applied."
+        ),
+    )
+    loss_spike: str = field(
+        default="report",
+        metadata=says("A loss far above those before: ignore, report, skip, rollback, stop."),
+    )
+    grad_spike: str = field(default="report", metadata=says("The same, of the gradient norm."))
+    loss_ratio: float = field(
+        default=1.5,
+        metadata=says("A spike is more than this many times the median of the window."),
+    )
+    grad_ratio: float = field(default=5.0, metadata=says("The same, of the gradient norm."))
+    window: int = field(
+        default=64, metadata=says("Steps of the median; no decision before half of them.")
+    )
+    rollback_steps: int = field(
+        default=10,
+        metadata=says("Steps a rollback goes back at least; their batches are passed over."),
+    )
+    max_skips: int = field(
+        default=10, metadata=says("Skips and rollbacks within 1,000 steps; then exit code 93.")
+    )
+    replica_check_steps: int | None = field(
+        default=None,
+        metadata=says("Compare replicas of parameters every this many steps; null: never."),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSection:
+    """Which addresses and ports agents and workers use."""
+
+    interface: str = field(default="auto", metadata=says("Interface name, or auto."))
+    cidr: str | None = field(
+        default=None, metadata=says("Network the addresses are taken from, as 10.0.0.0/8.")
+    )
+    ports: str | None = field(default=None, metadata=says("low-high; null: the system picks."))
+    copy_interfaces: tuple[str, ...] = field(
+        default=(),
+        metadata=says(
+            "Interfaces that copies of snapshots use, by local rank in turn; each in a subnet of "
+            "its own. Empty: all use the one of the agents."
+        ),
+    )
+    metrics_port: int | None = field(
+        default=None,
+        metadata=says("Port at which each agent serves its node's metrics; null: it does not."),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSection:
+    """The code that was frozen when the job was submitted. Paths are absolute."""
+
+    dir: str
+    """The copy in the run directory, read-only; every start runs it."""
+    source: str
+    """Where it was copied from."""
+    digest: str
+    """SHA-256 over its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFrom:
+    """The checkpoint of another run that this one starts from, as that run's board has it."""
+
+    run: str
+    """Absolute run directory it came from; for people and the record."""
+    checkpoints: str
+    """Absolute folder of the other run's checkpoints."""
+    epoch: int
+    step: int
+    dir: str
+    """Its directory in `checkpoints`."""
+    manifest_sha256: str
+
+    @property
+    def name(self) -> str:
+        """`RUN@STEP`, as a user would write it."""
+        return f"{self.run}@{self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The whole of job.json. `run_dir` is where it lies, on shared storage."""
+
+    name: str
+    run_id: str
+    model_name: str
+    model: ModelShape
+    ladder: Ladder
+    gpus_per_node: int
+    """Workers per node."""
+    device: str
+    """`cuda` or `cpu`."""
+    train: TrainSection
+    data: DataSection
+    checkpoint: CheckpointSection
+    elastic: ElasticSection
+    network: NetworkSection = field(default_factory=NetworkSection)
+    numbers: NumbersSection = field(default_factory=NumbersSection)
+    schedule: str = "1f1b"
+    """Pipeline schedule: 1f1b or interleaved."""
+    interleave: int = 1
+    """Stages per rank of the interleaved schedule."""
+    validation: ValidationSection | None = None
+    """None: there is none."""
+    start_from: StartFrom | None = None
+    """None: from initial values."""
+    command: tuple[str, ...] | None = None
+    """What workers run, with placeholders (command.py); None: the built-in trainer."""
+    command_dir: str | None = None
+    """Absolute working directory of `command`; where a plug-in of `model` is imported from."""
+    fleet: str | None = None
+    """Absolute folder of the fleet's ledger, or kubernetes://NAMESPACE/NAME of a ConfigMap; None:
+    beside the run directory."""
+    track: tuple[str, ...] | None = None
+    """Experiment trackers, of TRACKERS, that `holdfast track` writes the run's curves to."""
+    code: CodeSection | None = None
+    """None: nothing was frozen, as by `holdfast run`."""
+    version: int = JOB_JSON_VERSION
+
+    def to_json(self) -> str:
+        """Return the text of job.json, stable under a round trip.
+
+        Of `elastic`, `network` and `numbers`, which say how the job is operated, defaults are left
+        out, and of `train` what is off; what is computed is all there.
+        """
+        raw = dataclasses.asdict(self)
+        raw |= {"ladder": self.ladder.to_ranges(), "model": raw_of(self.model)}
+        raw |= {name: _changed(getattr(self, name)) for name in ("elastic", "network", "numbers")}
+        raw["numbers"] = raw["numbers"] or None
+        train = raw["train"].items()
+        raw["train"] = {name: v for name, v in train if v is not None and v is not False}
+        given = {name: value for name, value in raw.items() if value is not None}
+        return json.dumps(given, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        """Read the text of job.json.
+
+        Raises:
+            ValueError: it was written by a version this one cannot read.
+        """
+        raw = parse_json(text)
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version not in (1, JOB_JSON_VERSION):
+            raise ValueError(
+                f"job.json has version {version!r:.40}; this holdfast reads "
+                f"{JOB_JSON_VERSION}: render the job again with the installed version"
+            )
+        train = dict(raw["train"])
+        train["optimizer"] = OptimizerConfig(**train["optimizer"])
+        network = dict(raw["network"])
+        network["copy_interfaces"] = tuple(network.get("copy_interfaces", ()))
+        config = cls(
+            **{
+                **raw,
+                "model": shape_of(raw["model"]),
+                "ladder": Ladder.from_ranges(raw["ladder"]),
+                "version": JOB_JSON_VERSION,
+                "train": TrainSection(**train),
+                "data": DataSection(**raw["data"]),
+                "checkpoint": CheckpointSection(**raw["checkpoint"]),
+                "elastic": ElasticSection(**raw["elastic"]),
+                "network": NetworkSection(**network),
+                "command": tuple(words) if (words := raw.get("command")) else None,
+                "track": tuple(names) if (names := raw.get("track")) else None,
+                "numbers": NumbersSection(**raw.get("numbers", {})),
+                "validation": ValidationSection(**v) if (v := raw.get("validation")) else None,
+                "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
+                "code": CodeSection(**code) if (code := raw.get("code")) else None,
+            }
+        )
+        check_types(config)
+        return config
+
+
+def _changed(section: ElasticSection | NetworkSection | NumbersSection) -> dict[str, Any]:
+    """Return the fields that do not have their default."""
+    given = ((each, getattr(section, each.name)) for each in dataclasses.fields(section))
+    return {each.name: value for each, value in given if value != each.default}

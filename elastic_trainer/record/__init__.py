@@ -1,0 +1,1 @@
+"""What happened: events, failures, signatures. Pure, but for the log of events."""

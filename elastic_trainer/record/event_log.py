@@ -1,0 +1,95 @@
+"""Appends events to a run directory: one file per writer, one line per event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.record.events import Event
+from elastic_trainer.storage.write_behind import WriteBehind
+
+
+class EventLog:
+    """An append-only file `events/<writer>.jsonl` of its own for each writer.
+
+    Appends of several clients to one file corrupt it on NFS, so nobody shares.
+    A full, lost or frozen disk never stops the writer: `failed` counts what was dropped, and
+    `storage.stalled` says afterwards for how long nothing could be written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        writer: str,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        epoch: int | None = None,
+        wall: Callable[[], float] = time.time,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir, self._writer = run_dir, writer
+        self._file = WriteBehind(
+            run_dir / "events" / f"{writer}.jsonl", on_stall=self._stalled, mono=mono
+        )
+        self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
+        self.epoch = epoch
+
+    def apart(self, topic: str) -> EventLog:
+        """Return a log of the same worker in a file of its own, for what must be found quickly.
+
+        Readers look at the ends of files: what happens once an hour would be far from the end of
+        one that has every step.
+        """
+        return EventLog(
+            self._run_dir,
+            f"{topic}-{self._writer}",
+            node=self._node,
+            rank=self._rank,
+            epoch=self.epoch,
+            wall=self._wall,
+            mono=self._mono,
+        )
+
+    @property
+    def failed(self) -> int:
+        """Events that were dropped."""
+        return self._file.failed
+
+    def emit(
+        self, event: str, *, step: int | None = None, epoch: int | None = None, **fields: Any
+    ) -> None:
+        """Append one event; the time is now. Storage that stalls is not waited for."""
+        self._file.put(self._line(event, step, epoch, fields))
+
+    def emit_later(self, event: str, epoch: int | None, fields: dict[str, Any]) -> None:
+        """Append one event, for a thread that answers peers: no storage is waited for at all."""
+        self._file.put(self._line(event, None, epoch, fields), wait=False)
+
+    def _line(
+        self, event: str, step: int | None, epoch: int | None, fields: dict[str, Any]
+    ) -> bytes:
+        return (
+            Event(
+                event=event,
+                t_unix=self._wall(),
+                t_mono=self._mono(),
+                node=self._node,
+                rank=self._rank,
+                epoch=self.epoch if epoch is None else epoch,
+                step=step,
+                fields=fields,
+            )
+            .encode()
+            .encode()
+        )
+
+    def _stalled(self, seconds: float, held_back: int) -> None:
+        """Say that the storage of the record stood still."""
+        self.emit("storage.stalled", seconds=round(seconds, 3), held_back=held_back)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Give what is not written yet a moment, and close the file; a later emit opens it."""
+        self._file.close(timeout_s)

@@ -1,0 +1,102 @@
+"""What the ledger says of a run: was every sample consumed, and once? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_trainer.record.typed import parse_json
+
+_MAX_SAMPLES: Final = 10_000_000
+"""Of one rank's step; no batch is so large."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerAudit:
+    """The account of the steps that led to the final state."""
+
+    steps: int
+    """Steps in the effective history."""
+    lost: int
+    """Samples of these steps that no rank consumed."""
+    repeated: int
+    """Extra times that samples of these steps were consumed."""
+    steps_redone: int
+    """Steps that were executed again after a restore; their first execution did not count."""
+
+
+def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> LedgerAudit:
+    """Account for every sample of the effective history.
+
+    Epochs count in order; one that resumed at step s takes back what earlier ones did
+    after s. A step counts once all ranks of its epoch have written it: a step that a
+    death cut short on some ranks was never committed.
+
+    Args:
+        files: the lines of each ledger file.
+        global_batch: samples per step.
+        start_step: the step whose state the run started from, 0 for a fresh one.
+    """
+    epochs: dict[int, _Epoch] = {}
+    for lines in files:
+        _read(lines, epochs)
+    history: dict[int, list[list[int]]] = {}
+    redone = 0
+    for _, epoch in sorted(epochs.items()):
+        for step in [s for s in history if s > epoch.resume_step]:
+            del history[step]
+            redone += 1
+        for step, parts in epoch.steps.items():
+            if len(parts) == epoch.num_files:
+                history[step] = [piece for part in parts for piece in part]
+    top = max(history, default=start_step)
+    counted = [step for step in history if step > start_step]
+    lost, repeated = (max(0, top - start_step) - len(counted)) * global_batch, 0
+    for step in counted:
+        first, last = (step - 1) * global_batch, step * global_batch
+        seen: dict[int, int] = {}
+        for start, stop in history[step]:
+            for sample in range(start, stop):
+                seen[sample] = seen.get(sample, 0) + 1
+        lost += sum(1 for sample in range(first, last) if sample not in seen)
+        repeated += sum(n - 1 if first <= s < last else n for s, n in seen.items())
+    return LedgerAudit(steps=len(history), lost=lost, repeated=repeated, steps_redone=redone)
+
+
+@dataclass(slots=True)
+class _Epoch:
+    resume_step: int
+    num_files: int
+    steps: dict[int, list[list[list[int]]]]
+
+
+def _is_entry(entry: Any, *, is_first: bool) -> bool:
+    """Return whether a line is one of a ledger: its file's epoch, and then steps."""
+    if not isinstance(entry, dict):
+        return False
+    if "epoch" in entry or is_first:
+        return all(type(entry.get(key)) is int for key in ("epoch", "resume_step"))
+    samples = entry.get("samples")
+    return type(entry.get("step")) is int and (
+        isinstance(samples, list)
+        and all(isinstance(each, list) and list(map(type, each)) == [int, int] for each in samples)
+        and all(stop - start < _MAX_SAMPLES for start, stop in samples)
+    )
+
+
+def _read(lines: Iterable[str], epochs: dict[int, _Epoch]) -> None:
+    epoch: _Epoch | None = None
+    for line in lines:
+        try:
+            entry = parse_json(line)
+        except ValueError:
+            break  # a torn last line
+        if not _is_entry(entry, is_first=epoch is None):
+            break
+        if "epoch" in entry:
+            epoch = epochs.setdefault(entry["epoch"], _Epoch(entry["resume_step"], 0, {}))
+            epoch.num_files += 1
+        else:
+            assert epoch is not None, "as _is_entry has seen"
+            epoch.steps.setdefault(entry["step"], []).append(entry["samples"])

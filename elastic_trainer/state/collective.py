@@ -1,0 +1,156 @@
+"""Doing things together on all ranks: every rank learns of every failure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic_trainer.record.failures import plain_text
+from elastic_trainer.state.errors import CheckpointError, DamagedError, SaveFailedError
+from elastic_trainer.worker.rank_grid import RankGrid, as_tensor
+
+FAILURES = (Exception, CheckpointException)
+"""What a step can fail with; DCP's exception is a BaseException and slips through `Exception`."""
+
+
+class StepFailedError(Exception):
+    """A step failed on some rank and was given up by all; none is still in it."""
+
+
+OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
+"""Errors whose text says it all."""
+
+
+def describe(error: BaseException) -> str:
+    """Return one line: our own errors' text, others' type and text, DCP's first cause.
+
+    What torch says of a write that failed hides the system's own error, which counts then.
+    """
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {describe(cause)}"
+    behind = error.__cause__ or error.__context__
+    if type(error) is RuntimeError and isinstance(behind, OSError):
+        return describe(behind)
+    text = plain_text(str(error))
+    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
+class Collective:
+    """Steps of all ranks of `grid`, for one thread at a time. What is sent is JSON.
+
+    Any error but StepFailedError means that a group itself broke.
+    """
+
+    def __init__(self, grid: RankGrid) -> None:
+        self.grid, self.rank, self.world_size = grid, grid.rank, grid.world_size
+
+    def by_first(self, step: Callable[[], Any]) -> Any:
+        """Run `step` on rank 0 and return its value, as JSON has it, everywhere.
+
+        Raises:
+            StepFailedError: on every rank, when it failed; on rank 0 with its cause.
+        """
+        value: Any = None
+        reason: str | None = None
+        cause: BaseException | None = None
+        if self.rank == 0:
+            try:
+                value = step()
+            except FAILURES as error:
+                cause, reason = error, describe(error)
+        value, reason = json.loads(self._from(0, json.dumps([value, reason]).encode()))
+        if reason is not None:
+            raise StepFailedError(reason) from cause
+        return value
+
+    def together(self, step: Callable[[], None]) -> None:
+        """Run `step` on every rank.
+
+        Steps may be nested: a rank that fails meets the others at the next agreement, whichever
+        step they have got to, and all give up the outermost.
+
+        Raises:
+            StepFailedError: on every rank, when it failed on any.
+        """
+        reason = None
+        try:
+            step()
+        except StepFailedError:
+            raise  # of a step inside: all ranks know
+        except FAILURES as error:
+            reason = describe(error)
+        good = torch.tensor([reason is None], dtype=torch.int32)
+        self.grid.all_reduce(good, dist.ReduceOp.MIN)
+        if not good.item():
+            self._raise_first(reason)
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each of all ranks' values; as many on every rank."""
+        largest = torch.tensor(values, dtype=torch.int64)
+        self.grid.all_reduce(largest, dist.ReduceOp.MAX)
+        found: list[int] = largest.tolist()
+        return found
+
+    def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send each rank its message, where there is one; return those for this rank, by sender."""
+        return self.grid.exchange(messages)
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return all ranks' `own`, by rank; the sum of their sizes is all that it costs."""
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        self.grid.all_reduce(sizes)
+        ends = sizes.cumsum(0).tolist()
+        raw = self._filled(ends[-1], ends[self.rank] - len(own), own)
+        return [raw[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+    def gather(self, step: Callable[[], Any]) -> list[Any]:
+        """Run `step` on every rank; return all values, by rank, on rank 0, and elsewhere none.
+
+        Raises:
+            StepFailedError: on every rank, when it failed on any.
+        """
+        values: list[Any] = []
+        self.together(lambda: values.append(step()))
+        return list(map(json.loads, self.exchange({0: json.dumps(values[0]).encode()}).values()))
+
+    def scatter(self, step: Callable[[], Iterable[Any]]) -> Any:
+        """Run `step`, which makes a value for each rank, on rank 0; return this rank's.
+
+        Raises:
+            StepFailedError: on every rank, when it failed.
+        """
+        values: dict[int, bytes] = {}
+        if self.rank == 0:
+            self.together(lambda: values.update(enumerate(json.dumps(v).encode() for v in step())))
+        else:
+            self.together(lambda: None)
+        return json.loads(self.exchange(values)[0])
+
+    def _filled(self, size: int, at: int, own: bytes) -> bytes:
+        """Return `size` bytes of which each rank has its `own`, and none the same."""
+        content = torch.zeros(size, dtype=torch.uint8)
+        content[at : at + len(own)] = as_tensor(own)
+        if size:
+            self.grid.all_reduce(content, dist.ReduceOp.MAX)
+        return content.numpy().tobytes()
+
+    def _from(self, rank: int, raw: bytes) -> bytes:
+        """Return what `rank` has as `raw`; others' does not count."""
+        own = raw if self.rank == rank else b""
+        return self._filled(self.maxima([len(own)])[0], 0, own)
+
+    def _raise_first(self, reason: str | None) -> None:
+        failed = torch.tensor([reason is not None], dtype=torch.int32)
+        self.grid.all_reduce(failed)
+        rank = -self.maxima([-self.world_size if reason is None else -self.rank])[0]
+        text = self._from(rank, (reason or "").encode()).decode()
+        more = f" (and {failed.item() - 1} more ranks)" if failed.item() > 1 else ""
+        raise StepFailedError(f"rank {rank}: {text}{more}")

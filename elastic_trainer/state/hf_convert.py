@@ -1,0 +1,524 @@
+"""Checkpoints <-> Hugging Face safetensors: one copy, from a reader of DCP's to a writer of DCP's.
+
+An export reads a checkpoint that any layout wrote and writes by HuggingFaceStorageWriter, one
+file in memory at a time. An import reads by HuggingFaceStorageReader (hf_source.py) and makes a
+run whose board has one commit, of step 0: DCP data files with `.metadata`, one file a chunk of
+rows, and a manifest with their digests. Its parameters are fp32; there is no optimizer state:
+the first step makes it.
+
+`dcp.load` and `dcp.save` hold a whole state dict. Here each tensor is read when it is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import Commit, update
+from elastic_trainer.model.decoder import build
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape, Plugin
+from elastic_trainer.state import hf_names
+from elastic_trainer.state.errors import CheckpointError, DamagedError, InputError
+from elastic_trainer.state.hf_source import HFSource, TensorSource
+from elastic_trainer.state.manifest import METADATA_NAME, Manifest, with_commit
+from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.save import Writer
+from elastic_trainer.state.state import MODEL, RNG, STEP, TRAINER
+from elastic_trainer.state.storage import CheckpointStorage, fsync
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_CHUNK_BYTES = 512 << 20
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+_STORAGE_ERRORS = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "grant the permission",
+    errno.EPERM: "grant the permission",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export made."""
+
+    files: tuple[str, ...]
+    size_bytes: int
+    """Of those files."""
+    num_params: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import made."""
+
+    commit: Commit
+    shape: ModelShape
+    files: tuple[str, ...]
+    """In the checkpoint's directory, manifest apart."""
+    size_bytes: int
+    """Of those files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is read when it is written: `read(start, stop)` returns rows of dim 0."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        item_bytes: int = self.dtype.itemsize
+        return math.prod(self.size) * item_bytes
+
+
+def export_hf(
+    storage: CheckpointStorage,
+    commit: Commit,
+    shape: ModelShape,
+    out_dir: Path,
+    *,
+    dtype: str = "float32",
+    tokenizer: Path | None = None,
+    context: int | None = None,
+    code: str | None = None,
+    max_file_bytes: int = hf_names.MAX_FILE_BYTES,
+    on_progress: Progress = lambda *_: None,
+) -> Exported:
+    """Write `out_dir` with the parameters that `commit` names.
+
+    Every byte of the checkpoint is digested first, the optimizer's too: they share files.
+
+    Args:
+        storage: where the checkpoint is.
+        commit: names the directory and the manifest's sha256.
+        shape: of the model that wrote it.
+        out_dir: must not exist. It appears whole or not at all.
+        dtype: float32, which is exact, or bfloat16, rounded to nearest even.
+        tokenizer: a tokenizer.json to put beside the weights.
+        context: config.json's max_position_embeddings, tokens; None: hf_names.context_of.
+        code: the folder that a job's own decoder is imported from.
+        max_file_bytes: largest file; one tensor may be larger. Bounds the memory, to twice that:
+            the writer holds a file's tensors and their serialized form.
+        on_progress: hears of every file digested and every tensor copied.
+
+    Raises:
+        InputError: HF321, `out_dir` is there; HF323, the tokenizer cannot be read;
+            HF327, the checkpoint is of another model; HF328, a job's own decoder does not
+            say what it is called there.
+        ModelError: that decoder cannot be used.
+        CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot
+            be written.
+    """
+    model = build(shape, code)
+    if isinstance(shape, Plugin) and model.hf_config is None:
+        raise InputError(
+            "HF328",
+            f"{shape.decoder} has no hf_config, so nothing could load an export: add the class "
+            "attribute, with architectures and model_type, or read the checkpoint with DCP",
+        )
+    sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    try:
+        names = {name: hf_names.to_hf(name, model.hf_names) for name in sizes}
+    except KeyError as error:
+        raise InputError(
+            "HF328", f"{shape.decoder} has no name for {error} in hf_names: add it"
+        ) from error
+    with _appearing(out_dir, what="output directory", may_be_empty=False) as temp:
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, temp)
+        try:
+            _export_weights(
+                temp,
+                storage,
+                commit,
+                sizes=sizes,
+                names=names,
+                dtype=DTYPES[dtype],
+                max_file_bytes=max_file_bytes,
+                on_progress=on_progress,
+            )
+        except DamagedError as error:
+            raise CheckpointError(
+                "HF320",
+                f"{storage.root / commit.dir}: {error}: bring back what was saved, or export "
+                "another checkpoint of the run",
+            ) from error
+        config = hf_names.hf_config(shape, dtype, context, model.hf_config)
+        text = json.dumps(config, indent=2) + "\n"
+        (temp / hf_names.CONFIG_NAME).write_text(text, encoding="utf-8")
+        made = {path.name: path.stat().st_size for path in sorted(temp.iterdir())}
+    num_params = sum(map(math.prod, sizes.values()))
+    return Exported(tuple(made), sum(made.values()), num_params)
+
+
+def import_hf(
+    source_dir: Path,
+    run_dir: Path,
+    *,
+    run_id: str,
+    on_progress: Progress = lambda *_: None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> Imported:
+    """Make `run_dir` with the weights of `source_dir` as its checkpoint of step 0.
+
+    Args:
+        source_dir: config.json and safetensors, in one file or several with an index.
+        run_dir: new or empty. It appears whole or not at all.
+        run_id: goes into the manifest.
+        on_progress: hears of every chunk written and of every file digested.
+        max_chunk_bytes: bounds the memory; a row is never split.
+
+    Raises:
+        InputError: the source cannot be used (see HFSource); HF321, `run_dir` is
+            not empty.
+        CheckpointError: HF322, `run_dir` cannot be written.
+    """
+    source = HFSource(source_dir)
+    with _appearing(run_dir, what="run directory", may_be_empty=True) as temp:
+        storage = CheckpointStorage(temp / "checkpoints")
+        storage.root.mkdir()
+        name = storage.make(step=0, epoch=0)
+        tensors = _first_state(source)
+        # Every byte is written once and read once more for its digest.
+        num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        progress = _ByteCount(on_progress, 2 * num_bytes)
+        writer = Writer(storage.root / name, single_file_per_rank=False)
+        _write_tensors(writer, tensors, progress.add, max_chunk_bytes)
+        manifest = Manifest(
+            run_id=run_id,
+            epoch=0,
+            step=0,
+            consumed_samples=0,
+            layout=str(ParallelLayout()),
+            world_size=1,
+            files=storage.digest(name, rank=0, on_read=progress.add),
+            model=source.shape,
+        )
+        digest = storage.write_manifest(name, manifest)
+        commit = Commit(epoch=0, step=0, dir=name, manifest_sha256=digest)
+        update(FileBoard(temp / "board"), lambda state: with_commit(state, commit, keep=1))
+    size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    return Imported(commit, source.shape, tuple(manifest.files), size_bytes)
+
+
+# --- the copy ------------------------------------------------------------------------------------
+
+
+def _write_tensors(
+    writer: FileSystemWriter,
+    tensors: Mapping[str, LazyTensor],
+    on_written: Callable[[int], None],
+    max_chunk_bytes: int | None,
+) -> None:
+    """Write `tensors` as one rank by `writer`, into its empty directory.
+
+    These are the steps of `dcp.save(no_dist=True)`, which would wrap every
+    error, an interrupt included.
+
+    Args:
+        writer: any of DCP's on files.
+        tensors: full name -> what to write.
+        on_written: called with the bytes of each chunk.
+        max_chunk_bytes: largest chunk, unless a row is larger; None: a tensor is one chunk.
+    """
+    planner = _LazyPlanner(tensors, on_written, max_chunk_bytes)
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans chunks of tensors that are not there yet, and reads each when it is written."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        on_written: Callable[[int], None],
+        max_chunk_bytes: int | None,
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors, self._on_written = tensors, on_written
+        self._max_chunk_bytes = max_chunk_bytes
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                item
+                for name, tensor in self._tensors.items()
+                for item in _write_items(name, tensor, self._max_chunk_bytes or tensor.num_bytes)
+            ]
+        )
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        tensor, chunk = self._tensors[write_item.index.fqn], write_item.tensor_data.chunk
+        start = chunk.offsets[0] if chunk.offsets else 0
+        data = tensor.read(start, start + chunk.sizes[0] if chunk.sizes else 1)
+        assert data.size() == chunk.sizes, f"{write_item.index}: {data.size()}"
+        assert data.dtype == tensor.dtype, f"{write_item.index}: {data.dtype}"
+        self._on_written(data.nbytes)
+        return data
+
+
+def _write_items(name: str, tensor: LazyTensor, max_chunk_bytes: int) -> Iterator[WriteItem]:
+    properties = TensorProperties(dtype=tensor.dtype)
+    size = torch.Size(tensor.size)
+    num_rows = tensor.size[0] if tensor.size else 1
+    rows = max(1, max_chunk_bytes * num_rows // tensor.num_bytes)
+    for start in range(0, num_rows, rows):
+        offsets, sizes = torch.Size([0] * len(size)), size
+        if size:
+            offsets = torch.Size([start, *offsets[1:]])
+            sizes = torch.Size([min(rows, num_rows - start), *size[1:]])
+        yield WriteItem(
+            index=MetadataIndex(name, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=properties,
+                size=size,
+            ),
+        )
+
+
+# --- the two sides -------------------------------------------------------------------------------
+
+
+def _export_weights(
+    temp: Path,
+    storage: CheckpointStorage,
+    commit: Commit,
+    *,
+    sizes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    on_progress: Progress,
+) -> None:
+    """Verify the checkpoint and write the safetensors files, the index last."""
+    manifest = storage.read_manifest(commit)
+    if METADATA_NAME not in manifest.files:
+        raise DamagedError(f"the manifest names no {METADATA_NAME}")
+    # The index first: a wrong model shows before terabytes are digested.
+    storage.verify(commit.dir, manifest, [METADATA_NAME])
+    reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
+    metadata = reader.read_metadata()
+    _check_model(metadata, sizes)
+    source = TensorSource(reader, metadata)
+    tensors = {
+        names[name]: LazyTensor(
+            size, dtype, partial(_read_stored, source, f"{MODEL}.{name}", dtype)
+        )
+        for name, size in sizes.items()
+    }
+    sizes_bytes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+    checked_bytes = sum(entry.size_bytes for entry in manifest.files.values())
+    progress = _ByteCount(on_progress, checked_bytes + sum(sizes_bytes.values()))
+    for name, entry in manifest.files.items():
+        storage.verify(commit.dir, manifest, [name])
+        progress.add(entry.size_bytes)
+    file_of = hf_names.pack(sizes_bytes, max_file_bytes)
+    writer = HuggingFaceStorageWriter(str(temp), fqn_to_index_mapping=file_of)
+    _write_tensors(writer, tensors, progress.add, max_chunk_bytes=None)
+    for file in temp.glob("*.safetensors"):
+        _drop_dcp_metadata(file)
+    if max(file_of.values()) == 1:  # transformers has another name and no index for one file
+        (temp / hf_names.INDEX_NAME).unlink()
+        (only,) = temp.glob("model-*.safetensors")
+        only.rename(temp / hf_names.SINGLE_NAME)
+
+
+def _drop_dcp_metadata(path: Path) -> None:
+    """Leave of a file's metadata only what transformers writes.
+
+    DCP's own keys say how a tensor is sharded, here that it is not; and safetensors writes several
+    keys in an order that differs from one time to the next, so that equal exports differed.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = {"format": "pt"}
+        file.seek(8)
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        file.write(text.encode().ljust(length))  # spaces at the end are part of the format
+
+
+def _read_stored(
+    source: TensorSource, name: str, dtype: torch.dtype, start: int, stop: int
+) -> Tensor:
+    try:
+        return source.read(name, start, stop, dtype)
+    except OSError as error:
+        raise DamagedError(f"{error.filename}: {error.strerror}") from error
+
+
+def _check_model(metadata: Metadata, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """See that a checkpoint holds these parameters and no others.
+
+    Raises:
+        InputError: HF327.
+    """
+    stored = {
+        name.removeprefix(f"{MODEL}."): tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    if hf_names.HEAD not in sizes:  # tied: a copy of the embedding
+        stored.pop(hf_names.HEAD, None)
+    wrong = [
+        f"{name}: {_size(stored.get(name))} in the checkpoint, {_size(sizes.get(name))} in "
+        "the model's dimensions"
+        for name in [*sizes, *(stored.keys() - sizes.keys())]
+        if stored.get(name) != sizes.get(name)
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise InputError(
+            "HF327",
+            f"the checkpoint is of another model: {wrong[0]}{more}; give the dimensions that "
+            "the run's job.json has",
+        )
+
+
+def _size(size: tuple[int, ...] | None) -> str:
+    return "absent" if size is None else str(list(size))
+
+
+def _first_state(source: HFSource) -> dict[str, LazyTensor]:
+    """Return what a checkpoint of step 0 holds, by the names of state.py."""
+    tensors = {
+        f"{MODEL}.{name}": LazyTensor(size, torch.float32, partial(source.read, name))
+        for name, size in source.sizes.items()
+    }
+    if source.shape.tie_embeddings:  # as the trainer's own checkpoints have it
+        tensors[f"{MODEL}.{hf_names.HEAD}"] = tensors[f"{MODEL}.{hf_names.EMBEDDING}"]
+    rng = torch.Generator().manual_seed(0).get_state()
+    tensors[f"{TRAINER}.{STEP}"] = LazyTensor((), torch.int64, lambda *_: torch.tensor(0))
+    tensors[f"{TRAINER}.{RNG}"] = LazyTensor(
+        tuple(rng.size()), rng.dtype, lambda start, stop: rng[start:stop]
+    )
+    return tensors
+
+
+def _copy_tokenizer(source: Path, temp: Path) -> None:
+    try:
+        shutil.copyfile(source, temp / hf_names.TOKENIZER_NAME)
+    except OSError as error:
+        if error.filename != str(source):
+            raise
+        raise InputError(
+            "HF323",
+            f"the tokenizer {source} cannot be read ({error.strerror}): name a tokenizer.json, "
+            "or leave it out",
+        ) from error
+
+
+# --- a target that appears whole -----------------------------------------------------------------
+
+
+class _ByteCount:
+    """Adds up bytes and reports them, never more than all: files have headers besides."""
+
+    def __init__(self, report: Progress, total_bytes: int) -> None:
+        self._report, self._total_bytes, self._done_bytes = report, total_bytes, 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count `size_bytes` more."""
+        self._done_bytes = min(self._total_bytes, self._done_bytes + size_bytes)
+        self._report(self._done_bytes, self._total_bytes)
+
+
+@contextmanager
+def _appearing(target: Path, *, what: str, may_be_empty: bool) -> Iterator[Path]:
+    """Yield a directory to fill beside `target`; at the end it becomes `target`.
+
+    Everything in it is on the disk before it gets the name. When the body
+    raises, it is removed; when the process is killed, a directory stays whose
+    name begins with a dot and ends in `.partial-...`, which nothing reads.
+
+    Args:
+        target: must not exist; parents are made.
+        what: for messages, as `--out`.
+        may_be_empty: an empty directory may be there already.
+
+    Raises:
+        InputError: HF321, `target` is there already.
+        CheckpointError: HF322, it cannot be written.
+    """
+    target = target.absolute()
+    _refuse_existing(target, what, may_be_empty=may_be_empty)
+    temp = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp.mkdir()
+        yield temp
+        _fsync_tree(temp)
+        _refuse_existing(target, what, may_be_empty=may_be_empty)  # made meanwhile
+        temp.rename(target)
+        fsync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+            raise CheckpointError(
+                "HF322",
+                f"{target} cannot be written ({error.strerror or error}): "
+                f"{_STORAGE_ERRORS[error.errno]}, or choose another place",
+            ) from error
+        raise
+
+
+def _fsync_tree(top: Path) -> None:
+    """Bring a tree to the disk; no link in it is followed."""
+    for directory, _, files in os.walk(top):
+        for file in files:
+            fsync(Path(directory, file))
+        fsync(Path(directory))
+
+
+def _refuse_existing(target: Path, what: str, *, may_be_empty: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if may_be_empty and target.is_dir() and not any(target.iterdir()):
+        return
+    state = "is not an empty directory" if may_be_empty else "is there already"
+    raise InputError("HF321", f"{what}: {target} {state}: name a new one; nothing was changed")

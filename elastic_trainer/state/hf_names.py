@@ -1,0 +1,140 @@
+"""Names, config.json and file packing of Hugging Face's causal language models. Pure.
+
+An exported directory is what `save_pretrained` of transformers writes:
+`config.json`, and either `model.safetensors` or `model-00001-of-0000N.safetensors`
+with `model.safetensors.index.json`, which says in which file each tensor is.
+
+Tensors have the same sizes and the same order of rows on both sides: this model
+rotates halves as Hugging Face's does, so wq and wk need no permutation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from elastic_trainer.plan.models import PRESETS, PUBLISHED_CONTEXT, ModelShape
+
+CONFIG_NAME: Final = "config.json"
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+TOKENIZER_NAME: Final = "tokenizer.json"
+MAX_FILE_BYTES: Final = 5_000_000_000
+"""Largest file, unless one tensor alone is larger (5 GB, Hugging Face's own choice for years)."""
+
+EMBEDDING: Final = "embedding.weight"
+HEAD: Final = "head.weight"
+"""Tied models have it in our checkpoints, as a copy of the embedding, and not in theirs."""
+
+_TOP: Final = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
+_IGNORED: Final = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def to_hf(name: str, layer: Mapping[str, str]) -> str:
+    """Return Hugging Face's name of our parameter `name`.
+
+    Args:
+        name: as in `Decoder.named_parameters()`.
+        layer: module of a block -> theirs, as `Decoder.hf_names`.
+
+    Raises:
+        KeyError: the parameter's module is not in `layer`.
+    """
+    if name in _TOP:
+        return _TOP[name]
+    _, number, rest = name.split(".", 2)
+    module, _, parameter = rest.rpartition(".")
+    return f"model.layers.{number}.{layer[module]}.{parameter}"
+
+
+def is_derived(name: str) -> bool:
+    """Return whether `name` is a buffer that old files carry and that the config determines."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+def context_of(shape: ModelShape) -> int:
+    """Return the tokens of context to claim for `shape`, which does not carry them.
+
+    A preset's published context; otherwise the old context times the RoPE scaling.
+    """
+    for name, tokens in PUBLISHED_CONTEXT.items():
+        if PRESETS[name] == shape:
+            return tokens
+    return round(shape.rope_original_context * shape.rope_scaling_factor)
+
+
+def hf_config(
+    shape: ModelShape,
+    dtype: str,
+    context: int | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of `config.json`.
+
+    Written in the form of transformers 4 (`rope_theta`, `rope_scaling`,
+    `torch_dtype`), which 5 reads as well. `elastic_trainer.plan.hf_config` reads it
+    back to an equal shape.
+
+    Args:
+        shape: of the model.
+        dtype: of the tensors, `float32` or `bfloat16`.
+        context: `max_position_embeddings`; None: `context_of(shape)`.
+        own: of a job's own decoder: what counts beside, and instead.
+    """
+    scaling = {
+        "rope_type": "llama3",
+        "factor": shape.rope_scaling_factor,
+        "low_freq_factor": shape.rope_low_freq_factor,
+        "high_freq_factor": shape.rope_high_freq_factor,
+        "original_max_position_embeddings": shape.rope_original_context,
+    }
+    return {
+        "architectures": [shape.architecture],
+        "model_type": shape.family,
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.dim,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        # Where a family's default is a number of its own, null is not dim / heads.
+        "head_dim": shape.head_size if "head_dim" in shape.hf_defaults else shape.head_dim or None,
+        "intermediate_size": shape.ffn_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": context or context_of(shape),
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if shape.rope_scaling_factor == 1.0 else scaling,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        # The tokenizer knows them, the model does not; without these lines
+        # transformers takes 1 and 2, which are other tokens in most vocabularies.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **{theirs: getattr(shape, ours) for ours, theirs in shape.hf_fields.items()},
+        **(own or {}),
+    }
+
+
+def pack(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, int]:
+    """Return the file of each name, from 1 on: in order, at most `max_file_bytes` a file.
+
+    A tensor larger than that has a file of its own.
+    """
+    file_of: dict[str, int] = {}
+    file, room_bytes = 0, 0
+    for name, size_bytes in sizes_bytes.items():
+        if not file or size_bytes > room_bytes:
+            file, room_bytes = file + 1, max_file_bytes
+        file_of[name] = file
+        room_bytes -= size_bytes
+    return file_of

@@ -1,0 +1,366 @@
+"""The memory tier of one worker: a snapshot each step, copied to another node, committed by vote.
+
+Step k is committed when every rank's image and its copy are acknowledged; ranks learn that in
+the all-reduce of a later step. One snapshot at a time is under way, and it never goes where the
+committed one lies, so that there is always a whole one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.state.fault_in import WORTH_BYTES, start_idle
+from elastic_trainer.state.image_writer import ImageWriter
+from elastic_trainer.state.offload import HOST, CopyEnd, Offload
+from elastic_trainer.state.placement import copy_node, kept_apart, on_one_machine, shard_of
+from elastic_trainer.state.snapshots.errors import NoRoomError, PeerError
+from elastic_trainer.state.snapshots.image import NUM_SLOTS, PAGE, Header, Image
+from elastic_trainer.state.snapshots.peer import IMAGES, KEEPER_LABEL, Peer, PeerLink, read_peers
+from elastic_trainer.state.snapshots.wire import Authenticate
+from elastic_trainer.state.state import NamedTensors
+from elastic_trainer.worker.secret import authenticate, load_secret
+
+AUTHENTICATE_S: Final = 5.0
+READY_POLL_S: Final = 0.02
+GIVE_UP_AFTER: Final = 3
+"""Failed snapshots in a row after which an epoch makes do with storage."""
+
+Emit = Callable[..., None]
+"""`emit(event, step, **fields)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a worker's node keeps snapshots, and who else does."""
+
+    directory: Path
+    node: str
+    local_rank: int
+    workers: int
+    """Per node."""
+    members: tuple[Peer, ...]
+    """Of the epoch, in rank order."""
+    spares: tuple[Peer, ...]
+    authenticate: Authenticate
+    """Proves this worker and a keeper to each other."""
+    image_key: bytes
+    """Of the run's images."""
+    left: tuple[Peer, ...] = ()
+    """Nodes that have left the job, and serve what they hold until this epoch has committed."""
+
+    @property
+    def apart(self) -> list[str]:
+        """What each member's and spare's copies must not share with it: see `kept_apart`."""
+        keepers = (*self.members, *self.spares)
+        machines = [keeper.machine or keeper.node for keeper in keepers]
+        return kept_apart(machines, [keeper.domain for keeper in keepers], len(self.members))
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Place | None:
+        """Read what the agent has set; None when it keeps no snapshots."""
+        if not (directory := env.get("HOLDFAST_SNAPSHOTS")):
+            return None
+        secret = load_secret(Path(env["HOLDFAST_SECRET_DIR"]))
+        run_id = env["TORCHELASTIC_RUN_ID"]
+        return cls(
+            directory=Path(directory),
+            node=env["HOLDFAST_NODE"],
+            local_rank=int(env.get("HOLDFAST_LOCAL_RANK", env["LOCAL_RANK"])),
+            workers=int(env["LOCAL_WORLD_SIZE"]),
+            **read_peers(Path(env["HOLDFAST_PEERS"])),
+            authenticate=partial(
+                authenticate,
+                secret=secret,
+                server=False,
+                label=KEEPER_LABEL,
+                context=run_id,
+                timeout_s=AUTHENTICATE_S,
+            ),
+            image_key=secret.sign(IMAGES, run_id.encode()),
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A snapshot under way. The thread fills in how it ended."""
+
+    step: int
+    slot: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    unready: bool = False
+    """Nothing is written: this worker only makes its images."""
+    copying: CopyEnd = HOST
+    live: NamedTensors | None = None
+    """Kept until it has been copied."""
+
+
+class MemoryTier:
+    """Takes snapshots of this worker; one per worker and epoch.
+
+    All ranks call `take` at the same steps and `agreed` with the same sums, so that all know
+    the same committed step.
+
+    Args:
+        place: of this worker's node.
+        layout: of the epoch.
+        rank: of this worker.
+        epoch: of membership.
+        every_steps: snapshot each multiple of it; 0 for none.
+        emit: writes an event; of rank 0.
+        ready: whether what else must be safe before a step may be gone on from, its ledger, is.
+        offload: from the device of the state.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        layout: ParallelLayout,
+        *,
+        rank: int,
+        epoch: int,
+        every_steps: int,
+        emit: Emit,
+        ready: Callable[[], bool] = lambda: True,
+        offload: Offload = HOST,
+    ) -> None:
+        self.place, self._epoch, self._rank = place, epoch, rank
+        self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
+        self._ready = ready
+        self.shard = shard_of(layout, rank)
+        self._writer = ImageWriter(
+            place.directory,
+            epoch=epoch,
+            rank=rank,
+            num_ranks=layout.world_size,
+            shard=self.shard,
+            offload=offload,
+        )
+        keepers = (*place.members, *place.spares)
+        machines = [keeper.machine or keeper.node for keeper in keepers]
+        keeper = copy_node(layout, rank, place.workers, place.apart)
+        self._keeper = None if keeper is None else keepers[keeper]
+        if rank == 0 and every_steps and on_one_machine(machines):
+            emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
+        self._link: PeerLink | None = None
+        self._pending: _Pending | None = None
+        self._copying: CopyEnd | None = None
+        self._thread: threading.Thread | None = None
+        self._committed_slot = NUM_SLOTS - 1
+        self.committed_step: int | None = None
+        """Newest step that is committed in this epoch."""
+        self._warmed = False
+        self._stop = threading.Event()
+        self._failures = 0
+        self._skipped = 0
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Have snapshots of this rank count only once `ready` is true too."""
+        before = self._ready
+        self._ready = lambda: before() and ready()
+
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot is to be taken after `step`."""
+        return self._every_steps > 0 and step % self._every_steps == 0 and not self.gave_up
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this epoch makes do with storage."""
+        return self._failures >= GIVE_UP_AFTER
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a snapshot waits to be committed; the same on all ranks."""
+        return self._pending is not None
+
+    def take(self, live: NamedTensors, step: int) -> bool:
+        """Copy `live`, the state after `step`; digest and copy it to another node in a thread.
+
+        What is on a device is still being copied on return: see `before_update`.
+
+        Skipped, on every rank alike, while the one before is not committed: copies take
+        longer than steps then, and fewer steps are kept.
+
+        The first time, a worker whose images are large only has them made, in a thread: the
+        training would wait longer for their pages than for all of the copying. It says so by
+        its vote, and the next snapshot is a whole one.
+
+        Returns:
+            Whether `live` was copied.
+        """
+        if self._pending is not None and self._pending.unready:
+            return False
+        if self._pending is not None:
+            self._skipped += 1
+            if self._skipped & (self._skipped - 1) == 0:  # said at 1, 2, 4, 8 ...
+                self._emit(
+                    "snapshot.skipped", step, pending=self._pending.step, times=self._skipped
+                )
+            return False
+        pending = self._pending = _Pending(step, 1 - self._committed_slot)
+        if self._thread is not None and self._thread.is_alive():
+            # Another rank's failure ended the last snapshot; this rank's part continues writing.
+            self._end(pending, "the snapshot before is still being copied")
+            return False
+        if not self._warmed and self._writer.plan(live) >= WORTH_BYTES:
+            self._warmed = pending.unready = True
+            self._thread = start_idle(partial(self._warm, pending), "snapshot-images")
+            return False
+        try:
+            image, header, end = self._writer.stage(live, step, pending.slot)
+        except (NoRoomError, OSError) as error:
+            self._end(pending, str(error))
+            return False
+        pending.copying, pending.live = end, live
+        self._copying = end
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(pending, image, header),
+            name=f"snapshot-{step}",
+            daemon=True,
+        )
+        self._thread.start()
+        return True
+
+    def before_update(self) -> None:
+        """Have the current stream wait until what `take` was last given has been copied.
+
+        Called before anything writes to it. The host does not wait.
+        """
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
+    def votes(self) -> tuple[float, float, float]:
+        """Return what this rank adds to the step's all-reduce.
+
+        Its copy is there; it failed; it has written none but could now.
+        """
+        pending = self._pending
+        if pending is None or not pending.done.is_set():
+            return 0.0, 0.0, 0.0
+        if pending.error is not None:
+            return 0.0, 1.0, 0.0
+        return float(not pending.unready), 0.0, float(pending.unready)
+
+    def agreed(self, copied: float, failed: float, unready: float = 0.0) -> int | None:
+        """Take the sums of all ranks' votes; return the step that they commit, if any."""
+        pending = self._pending
+        if pending is None:
+            return None
+        if failed:
+            self._pending = None
+            self._failures += 1
+            self._emit(
+                "snapshot.failed",
+                pending.step,
+                reason=pending.error or f"on {failed:.0f} other ranks: see their logs",
+                gave_up=self.gave_up,
+            )
+            return None
+        if round(copied + unready) != self._world_size:
+            return None
+        if unready:
+            self._pending = None
+            return None
+        self._pending, self._failures = None, 0
+        self._committed_slot, self.committed_step = pending.slot, pending.step
+        self._writer.commit(pending.slot)
+        return pending.step
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until this rank's part of the snapshot under way has ended."""
+        if self._pending is not None:
+            self._pending.done.wait(timeout_s)
+
+    def free_spares(self) -> None:
+        """Tell nodes that run no workers that older epochs' images are no longer needed."""
+        for spare in (*self.place.spares, *self.place.left):
+            if spare.port:
+                try:
+                    with PeerLink(spare, self.place.authenticate) as link:
+                        link.free(self._epoch)
+                except PeerError as error:
+                    self._emit("snapshot.failed", self.committed_step, reason=str(error))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Give the snapshot under way a moment; then leave what is there to the next epoch."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self._link is not None:
+            self._link.close()
+        if self._thread is None or not self._thread.is_alive():
+            self._writer.close()
+
+    def _warm(self, pending: _Pending) -> None:
+        """Body of the thread that makes the images."""
+        error: str | None = None
+        try:
+            self._writer.warm(self._stop)
+        except Exception as problem:  # noqa: BLE001  a thread's end must be known: the vote tells
+            error = str(problem) or type(problem).__name__
+        self._end(pending, error)
+
+    def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
+        """Body of the thread: wait for the copy from the device, digest, copy to the other node.
+
+        An image that can be taken says that this rank has completed the step, ledger and all:
+        a restore may continue from a step that was not committed yet.
+        """
+        error: str | None = None
+        try:
+            pending.copying.synchronize()
+            pending.live = None
+            while not self._ready():
+                if self._stop.wait(READY_POLL_S):
+                    self._end(pending, "the ledger of the step could not be written")
+                    return
+            whole = image.seal(header, self.place.image_key)
+            if self._keeper is not None:
+                self._copy(image, whole, pending.slot)
+        except PeerError as problem:
+            error = f"no copy: {problem}"
+            self._link = None
+        except Exception as problem:  # noqa: BLE001  a thread's end must be known: the vote tells
+            error = f"{type(problem).__name__}: {problem}"
+        self._end(pending, error)
+
+    def _copy(self, image: Image, header: Header, slot: int) -> None:
+        assert self._keeper is not None
+        if self._keeper.port == 0:
+            raise PeerError(f"{self._keeper.node} keeps no snapshots")
+        if self._link is None:
+            self._link = self._connect(self._keeper)
+        with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
+            self._link.put(header, slot, body)
+
+    def _connect(self, keeper: Peer) -> PeerLink:
+        """Connect by the link whose turn it is, so that a node's workers use all that it has."""
+        link = PeerLink(keeper, self.place.authenticate)
+        if not (links := link.links()):
+            return link
+        address, port = links[self.place.local_rank % len(links)]
+        try:
+            other = PeerLink(
+                dataclasses.replace(keeper, address=address, port=port), self.place.authenticate
+            )
+        except PeerError as error:  # slower, but there
+            os.write(2, f"copies go by {keeper.address}: {error}\n".encode())
+            return link
+        link.close()
+        return other
+
+    def _end(self, pending: _Pending, error: str | None) -> None:
+        if error is not None:
+            os.write(2, f"snapshot of step {pending.step}: {error}\n".encode())
+        pending.error = error
+        pending.done.set()

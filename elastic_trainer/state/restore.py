@@ -1,0 +1,204 @@
+"""Restore from storage: the newest commit whose every byte is what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from elastic_trainer.board.state import (
+    BOARD_WAIT_S,
+    Board,
+    BoardState,
+    Commit,
+    ask_patiently,
+)
+from elastic_trainer.plan.config import StartFrom
+from elastic_trainer.state.collective import Collective, StepFailedError, describe
+from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
+from elastic_trainer.state.load import State
+from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
+from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.storage import CheckpointStorage
+
+
+def restore(
+    state: State,
+    storage: CheckpointStorage,
+    commits: Sequence[Commit],
+    group: Collective,
+    *,
+    global_batch: int,
+    on_skip: Callable[[Commit, str], None],
+) -> Commit | None:
+    """Load the newest valid one of `commits` in place; collective.
+
+    Returns:
+        What was loaded; None when there is no commit.
+
+    Raises:
+        CheckpointError: HF301, there are commits and none can be used; HF303, the
+            data cursor does not fit the job.
+    """
+    skipped: list[str] = []
+    for commit in reversed(commits):
+        try:
+            _load_commit(commit, state, storage, group, global_batch=global_batch)
+        except StepFailedError as error:
+            skipped.append(f"{commit.dir}: {error}")
+            on_skip(commit, str(error))
+            continue
+        return commit
+    if skipped:
+        raise CheckpointError("HF301", _nothing_left(skipped, storage))
+    return None
+
+
+def agreed_board(
+    board: Board,
+    group: Collective,
+    *,
+    epoch: int,
+    mono: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> BoardState:
+    """Return the board as rank 0 reads it, with the commits that may be used; collective.
+
+    An API server that restarts, or storage that fails over, is waited for: `BOARD_WAIT_S`. So is
+    a file system that shows an older board. This epoch was on the board before any worker of it
+    was started, and epochs before it commit no more: what shows `epoch` shows all they committed.
+
+    Raises:
+        CheckpointError: HF302, the board cannot be read, nor will it be.
+        BoardAwayError: it does not answer.
+    """
+    try:
+        content, reason = group.by_first(partial(_read_patiently, board, epoch, mono, sleep))
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF302",
+            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
+            "the run directory readable and start again",
+        ) from error
+    if content is None:
+        # The same words on every rank: it is no node's own failure.
+        raise BoardAwayError(f"the board did not answer for {BOARD_WAIT_S:.0f} s: {reason}")
+    return BoardState.decode(content.encode())
+
+
+def restore_from(
+    state: State,
+    start: StartFrom,
+    group: Collective,
+    *,
+    global_batch: int,
+) -> Commit:
+    """Load another run's checkpoint in place; collective.
+
+    Raises:
+        CheckpointError: HF304, it cannot be used: never a silent start from nothing;
+            HF303, the data cursor does not fit the job.
+    """
+    commit = Commit(
+        epoch=start.epoch,
+        step=start.step,
+        dir=start.dir,
+        manifest_sha256=start.manifest_sha256,
+    )
+    storage = CheckpointStorage(Path(start.checkpoints))
+    try:
+        _load_commit(commit, state, storage, group, global_batch=global_batch)
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF304",
+            f"the checkpoint this run starts from, {start.name} in {storage.root / commit.dir}, "
+            f"cannot be used ({error}). Bring the files back, or start a run from another step; "
+            f"`holdfast checkpoint verify {start.run} --all` says which are good",
+        ) from error
+    return commit
+
+
+def _load_commit(
+    commit: Commit,
+    state: State,
+    storage: CheckpointStorage,
+    group: Collective,
+    *,
+    global_batch: int,
+) -> None:
+    manifest = _verified(commit, storage, group)
+    _check_cursor(manifest, global_batch)
+    group.together(partial(_load, commit, manifest, storage, state))
+
+
+def _read_patiently(
+    board: Board, epoch: int, mono: Callable[[], float], sleep: Callable[[float], None]
+) -> tuple[str | None, str]:
+    """Return the board's content; None and why, when it does not answer for long.
+
+    Raises:
+        OSError: it may not be read, or is not there: asking again is of no use.
+        ValueError: it was written by another version.
+    """
+    try:
+        state = ask_patiently(
+            partial(_read, board, epoch), mono=mono, wait=sleep, for_s=BOARD_WAIT_S
+        )
+        return state.encode().decode(), ""
+    except (PermissionError, FileNotFoundError):
+        raise
+    except OSError as error:
+        return None, describe(error)
+
+
+def _read(board: Board, epoch: int) -> BoardState:
+    current = board.get_state()
+    state = BoardState.decode(current[0]) if current else BoardState()
+    if state.epoch < epoch:
+        reason = f"it still shows epoch {state.epoch} to a worker of epoch {epoch}"
+        raise OSError(errno.ESTALE, f"{reason}: the file system's cache is stale")
+    usable = tuple(c for c in state.commits if state.allows(c.epoch, c.step))
+    return dataclasses.replace(state, commits=usable)
+
+
+def _verified(commit: Commit, storage: CheckpointStorage, group: Collective) -> Manifest:
+    """Return the manifest once every file has been read and found right, each by one rank."""
+    content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
+    manifest = Manifest.decode(content.encode())
+    mine = share_of(manifest.files, group.rank, group.world_size)
+    group.together(lambda: storage.verify(commit.dir, manifest, mine))
+    return manifest
+
+
+def _nothing_left(skipped: list[str], storage: CheckpointStorage) -> str:
+    return (
+        f"none of the {len(skipped)} committed checkpoints in {storage.root} can be used "
+        f"({'; '.join(skipped)}). Bring back the files named, or, to begin "
+        "again at step 0, start a new run"
+    )
+
+
+def _check_cursor(manifest: Manifest, global_batch: int) -> None:
+    """Refuse a job whose batches differ: samples would be lost or repeated."""
+    if manifest.consumed_samples != manifest.step * global_batch:
+        raise CheckpointError(
+            "HF303",
+            f"the checkpoint of step {manifest.step} has consumed {manifest.consumed_samples} "
+            f"samples, train.global_batch {global_batch} makes it {manifest.step * global_batch}: "
+            f"set global_batch back to {manifest.consumed_samples // max(manifest.step, 1)}",
+        )
+
+
+def _load(
+    commit: Commit,
+    manifest: Manifest,
+    storage: CheckpointStorage,
+    state: State,
+) -> None:
+    reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
+    step = state.load(reader)
+    if step != manifest.step:
+        raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")

@@ -1,0 +1,303 @@
+"""One save to storage, as the thread of the save runs it, together on all ranks.
+
+Order makes it safe: data into a directory of its own, fsync, digests, manifest,
+fsync, and only then the swap of the board. Whatever dies in between leaves a
+directory that does not count and that a later save removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from elastic_trainer.board.state import Board, BoardBusyError, BoardState, Commit, update
+from elastic_trainer.record.lineage import Origin
+from elastic_trainer.state.collective import Collective, StepFailedError, describe
+from elastic_trainer.state.errors import SaveFailedError, UncertainError
+from elastic_trainer.state.manifest import FileEntry, Manifest, with_commit
+from elastic_trainer.state.state import NamedTensors
+from elastic_trainer.state.storage import CheckpointStorage
+from elastic_trainer.worker.torch_private import _StorageInfo, _StoragePrefix
+
+WritePoint = Callable[[str], None]
+"""Called at `made`, `data`, `written`, `manifest`, `committed`; tests kill or fail there."""
+
+_WAYS_OUT = {
+    "No space left": "free space there; the next save tries again",
+    "unexpected pos": "a file could not be written whole: see that there is space; the next save "
+    "tries again",
+    "Disk quota": "free space there or raise the quota; the next save tries again",
+    "Read-only": "mount it writable, or save and restart with another checkpoint.dir",
+    "Permission denied": "grant the permission; the next save tries again",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What one save writes. `manifest` lacks its files still."""
+
+    staged: NamedTensors
+    manifest: Manifest
+    keep: int
+    keep_every_steps: int | None
+    origin: Origin | None = None
+    """Where the epoch began; None: nobody has asked for a restore."""
+
+
+def how_to_fix(reason: str, root: Path) -> str:
+    """Return `reason`, the directory concerned, and what a person can do about it."""
+    advice = next((text for mark, text in _WAYS_OUT.items() if mark in reason), None)
+    return f"{reason}. In {root}: {advice}" if advice else reason
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer without the absolute path and with a write point between data and index."""
+
+    def __init__(
+        self, path: Path, at: WritePoint = lambda _: None, *, single_file_per_rank: bool = True
+    ) -> None:
+        super().__init__(path, single_file_per_rank=single_file_per_rank, overwrite=False)
+        self._at = at
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what `.metadata` says of the save: nothing of where it is."""
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the data files.
+
+        Raises:
+            OSError: what the disk said, which torch hides.
+        """
+        try:
+            written = super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            # torch's archive only says where in its file it stood; the disk has said why.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        self._at("data")
+        return written
+
+
+def write_checkpoint(
+    request: SaveRequest,
+    storage: CheckpointStorage,
+    board: Board,
+    group: Collective,
+    at: WritePoint,
+) -> Commit:
+    """Write, digest and commit one checkpoint; collective.
+
+    Raises:
+        SaveFailedError: on every rank. The partial directory is gone, or, where
+            that is not certain to be right, left to the next save.
+        Exception: anything else means that the group broke.
+    """
+    name = None
+    try:
+        name = group.by_first(lambda: _make(request.manifest, storage, at))
+        _write_data(request.staged, Writer(storage.root / name, at), group)
+        entries = group.gather(lambda: _digest(name, group.rank, storage, at))
+        return Commit(
+            **group.by_first(
+                lambda: _commit(request, name, entries, storage=storage, board=board, at=at)
+            )
+        )
+    except StepFailedError as error:
+        reason = describe(error)
+        if group.rank == 0 and name and not isinstance(error.__cause__, UncertainError):
+            try:
+                storage.remove(name)
+            except OSError as again:
+                reason += f" (its directory {name} stays for now: {again.strerror})"
+        raise SaveFailedError(how_to_fix(reason, storage.root)) from error
+
+
+def _write_data(staged: NamedTensors, writer: Writer, group: Collective) -> None:
+    """Write the data files and their index, as `dcp.save` does on a group of all ranks; collective.
+
+    Raises:
+        StepFailedError: on every rank, when it failed on any.
+    """
+    planner, is_first = DefaultSavePlanner(), group.rank == 0
+    local: list[SavePlan] = []
+    index: list[Metadata] = []
+
+    def propose() -> list[Any]:
+        planner.set_up_planner(dict(staged), writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first)
+        local.append(writer.prepare_local_plan(planner.create_local_plan()))
+        return [_item_row(item) for item in local[0].items]
+
+    def divide() -> list[list[int | None]]:
+        """Return for each rank's items their place among the tensor's parts; None: not written."""
+        plans = [_plan(rows) for rows in proposed]
+        chosen, metadata = planner.create_global_plan(plans)
+        index.append(metadata)
+        places = [{_key(item.index): item.index.index for item in plan.items} for plan in chosen]
+        return [
+            [place.get(_key(item.index)) for item in plan.items]
+            for plan, place in zip(plans, places, strict=True)
+        ]
+
+    def write(places: list[int | None]) -> list[Any]:
+        items = [
+            dataclasses.replace(item, index=dataclasses.replace(item.index, index=place))
+            for item, place in zip(local[0].items, places, strict=True)
+            if place is not None
+        ]
+        prefix = _StoragePrefix(f"__{group.rank}_")
+        plan = dataclasses.replace(local[0], items=items, storage_data=prefix)
+        results = writer.write_data(planner.finish_plan(plan), planner)
+        results.wait()
+        return [_result_row(result) for result in results.value()]
+
+    proposed = group.gather(propose)
+    places = group.scatter(divide)
+    written = group.gather(lambda: write(places))
+    group.by_first(
+        lambda: writer.finish(index[0], [[_result(row) for row in rows] for rows in written])
+    )
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset)
+
+
+def _item_row(item: WriteItem) -> list[Any]:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is no tensor"
+    properties = data.properties
+    return [
+        item.index.fqn,
+        item.type.name,
+        list(data.chunk.offsets),
+        list(data.chunk.sizes),
+        list(data.size),
+        str(properties.dtype).removeprefix("torch."),
+        properties.requires_grad,
+        properties.pin_memory,
+    ]
+
+
+def _plan(rows: Sequence[list[Any]]) -> SavePlan:
+    """Return the plan of a rank's `_item_row`s."""
+    items = []
+    for name, kind, offsets, sizes, size, dtype, requires_grad, pin_memory in rows:
+        place = torch.Size(offsets)
+        items.append(
+            WriteItem(
+                MetadataIndex(name, place),
+                WriteItemType[kind],
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(place, torch.Size(sizes)),
+                    properties=TensorProperties(
+                        dtype=getattr(torch, dtype),
+                        requires_grad=requires_grad,
+                        pin_memory=pin_memory,
+                    ),
+                    size=torch.Size(size),
+                ),
+            )
+        )
+    # NamedTensors: a section and a name, which DCP joins with a dot.
+    return SavePlan(items, planner_data={row[0]: tuple(row[0].split(".", 1)) for row in rows})
+
+
+def _result_row(result: WriteResult) -> list[Any]:
+    index, info = result.index, result.storage_data
+    where = [info.relative_path, info.offset, info.length]
+    return [index.fqn, list(index.offset), index.index, result.size_in_bytes, where]
+
+
+def _result(row: list[Any]) -> WriteResult:
+    name, offset, place, size_in_bytes, where = row
+    index = MetadataIndex(name, torch.Size(offset), place)
+    return WriteResult(index, size_in_bytes, _StorageInfo(*where))
+
+
+def _make(manifest: Manifest, storage: CheckpointStorage, at: WritePoint) -> str:
+    name = storage.make(manifest.step, manifest.epoch)
+    at("made")
+    return name
+
+
+def _digest(name: str, rank: int, storage: CheckpointStorage, at: WritePoint) -> dict[str, Any]:
+    at("written")
+    return {file: dataclasses.asdict(entry) for file, entry in storage.digest(name, rank).items()}
+
+
+def _commit(
+    request: SaveRequest,
+    name: str,
+    entries: Sequence[dict[str, Any]],
+    *,
+    storage: CheckpointStorage,
+    board: Board,
+    at: WritePoint,
+) -> dict[str, Any]:
+    """Write the manifest, swap the board, then remove what no longer counts. Rank 0."""
+    files = {file: FileEntry(**entry) for part in entries for file, entry in part.items()}
+    manifest = dataclasses.replace(request.manifest, files=files)
+    digest = storage.write_manifest(name, manifest)
+    at("manifest")
+    commit = Commit(
+        epoch=manifest.epoch,
+        step=manifest.step,
+        dir=name,
+        manifest_sha256=digest,
+        t_unix=round(time.time(), 3),
+    )
+    state = _swap(board, commit, request)
+    at("committed")
+    with contextlib.suppress(OSError):  # housekeeping; the next commit tries again
+        storage.retire(state.kept, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
+    return dataclasses.asdict(commit)
+
+
+def _swap(board: Board, commit: Commit, request: SaveRequest) -> BoardState:
+    """Put `commit` on the board and return the board's state.
+
+    Raises:
+        FencedError: the board is at another epoch.
+        SaveFailedError: it did not happen.
+        UncertainError: nobody can tell; the next commit or restore will.
+    """
+    try:
+        change = partial(with_commit, commit=commit, keep=request.keep, origin=request.origin)
+        state = update(board, change)
+    except BoardBusyError as error:
+        raise SaveFailedError(str(error)) from error
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            current = board.get_state()
+            if current and commit in (state := BoardState.decode(current[0])).commits:
+                return state
+        raise UncertainError(f"the board cannot be reached: {describe(error)}") from error
+    assert state is not None
+    return state

@@ -1,0 +1,339 @@
+"""The image of one worker's state in memory: a file in /dev/shm that says when it is whole.
+
+A header of one page, an index (JSON: which part of which tensor lies where), and the bytes of
+the tensors. The header has a MAC of all that follows it, which also tells a copy that was changed
+on its way, and a CRC-32 of itself. It is marked
+torn before anything else is written and whole after everything is, so that a worker killed at
+any moment leaves an image that is not taken. The last bytes of the header's page say whether the
+step is known to be committed: by its writer, or by a restore that took it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.record.typed import check_types
+from elastic_trainer.state.snapshots import mac
+from elastic_trainer.state.snapshots.errors import TornImageError
+
+PAGE: Final = 4096
+"""Bytes of the header, and the alignment of the payload."""
+NUM_SLOTS: Final = 2
+"""Images of one writer: the one that counts, and the next."""
+ALIGNMENT: Final = 64
+"""Of each tensor in the payload, bytes: a cache line."""
+
+_MAGIC: Final = b"HFSNAP3\n"
+_HEADER: Final = struct.Struct(f"<8sI{mac.MAC_BYTES}sQQQQQQQQ")
+_NUMBERS: Final = (
+    "epoch",
+    "step",
+    "rank",
+    "shard",
+    "num_shards",
+    "num_ranks",
+    "index_bytes",
+    "payload_bytes",
+)
+"""Of the header, in its order."""
+_MOST, _MOST_RANKS = 10**12, 10**9
+"""Numbers of a header are below; names of files have room for as many digits."""
+_CRC: Final = struct.Struct("<I")
+_COMMITTED: Final = b"COMMITTD"
+_TORN, _WHOLE = 0, 1
+_NAME: Final = re.compile(r"(own|copy)-e([0-9]{1,12})-r([0-9]{1,9})-s([01])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What an image is of."""
+
+    epoch: int
+    step: int
+    """Last completed step of the state."""
+    rank: int
+    """Who wrote it, in that epoch's numbering."""
+    shard: int
+    """Which part of the state it is; replicas of HSDP have the same."""
+    num_shards: int
+    """Parts that make the whole state."""
+    num_ranks: int
+    """Of that epoch; more than shards where replicas hold the same."""
+    index_bytes: int
+    payload_bytes: int
+    mac: str = ""
+    """Of index and payload, hex; see `snapshots/mac.py`."""
+
+    @property
+    def payload_at(self) -> int:
+        """Where the payload begins, bytes."""
+        return _padded(PAGE + self.index_bytes, PAGE)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self.payload_at + self.payload_bytes
+
+    def encode(self, *, whole: bool) -> bytes:
+        """Return the header's bytes."""
+        raw = _HEADER.pack(
+            _MAGIC,
+            _WHOLE if whole else _TORN,
+            bytes.fromhex(self.mac),
+            self.epoch,
+            self.step,
+            self.rank,
+            self.shard,
+            self.num_shards,
+            self.num_ranks,
+            self.index_bytes,
+            self.payload_bytes,
+        )
+        return raw + _CRC.pack(zlib.crc32(raw))
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview) -> Header:
+        """Read a header.
+
+        Raises:
+            TornImageError: it is none, is damaged, or says that the image is not whole.
+        """
+        size = _HEADER.size
+        if len(raw) < size + _CRC.size:
+            raise TornImageError("shorter than a header")
+        if zlib.crc32(raw[:size]) != _CRC.unpack_from(raw, size)[0]:
+            raise TornImageError("its header is damaged")
+        magic, state, sealed, *numbers = _HEADER.unpack_from(raw)
+        if magic != _MAGIC:
+            raise TornImageError("no snapshot of this version")
+        if state != _WHOLE:
+            raise TornImageError("its writer did not finish")
+        return cls(mac=sealed.hex(), **dict(zip(_NUMBERS, numbers, strict=True)))
+
+    @classmethod
+    def from_message(cls, raw: Any) -> Header:
+        """Read what `to_dict` gave, as it came out of JSON.
+
+        Raises:
+            ValueError: it is no header of a sealed image.
+        """
+        try:
+            header = cls(**raw)
+        except TypeError as error:
+            raise ValueError(f"not a header: {raw!r:.80}") from error
+        check_types(header)
+        numbers = (getattr(header, name) for name in _NUMBERS)
+        if any(not 0 <= value < _MOST for value in numbers) or header.rank >= _MOST_RANKS:
+            raise ValueError(f"a number out of range in {header!r:.200}")
+        if len(bytes.fromhex(header.mac)) != mac.MAC_BYTES:
+            raise ValueError(f"Header.mac is {header.mac!r:.80}")
+        return header
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for messages."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's piece of one tensor, and where it lies in the payload."""
+
+    name: str
+    """`section.name`, as in checkpoints."""
+    dtype: str
+    """torch's name for it, such as `float32`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Of the piece in it."""
+    sizes: tuple[int, ...]
+    """Of the piece."""
+    at: int
+    """Byte offset in the payload."""
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return math.prod(self.sizes)
+
+
+def encode_index(parts: Sequence[Part]) -> bytes:
+    """Return the bytes of an image's index."""
+    return json.dumps([asdict(part) for part in parts], separators=(",", ":")).encode()
+
+
+def decode_index(raw: bytes) -> tuple[Part, ...]:
+    """Read the index of an image whose MAC has been found right."""
+    return tuple(
+        Part(**{**row, **{key: tuple(row[key]) for key in ("shape", "offsets", "sizes")}})
+        for row in json.loads(raw)
+    )
+
+
+def place(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[Part, ...], int]:
+    """Lay `parts` (all fields but `at`) one after the other; return them and its bytes."""
+    placed, end = [], 0
+    for part in parts:
+        at = _padded(end, ALIGNMENT)
+        placed.append(Part(**part, at=at))
+        end = at + part["num_bytes"]
+    return tuple(placed), end
+
+
+def file_name(kind: str, *, epoch: int, rank: int, slot: int) -> str:
+    """Return the name of an image's file; `kind` is `own` or `copy` (kept for another node)."""
+    name = f"{kind}-e{epoch}-r{rank}-s{slot}"
+    assert _NAME.fullmatch(name), name
+    return name
+
+
+def parse_name(name: str) -> tuple[str, int, int, int] | None:
+    """Return (kind, epoch, rank, slot) of a file of ours; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3]), int(match[4])) if match else None
+
+
+class Image:
+    """A mapped image. Close it when done, after every view of its payload is gone."""
+
+    def __init__(self, path: Path, *, create_bytes: int | None = None) -> None:
+        """Map the file at `path`; with `create_bytes` make it, that large and empty.
+
+        One that is there is replaced, not emptied: whoever has it mapped keeps what it had, where
+        a page that is gone would be a SIGBUS.
+
+        Raises:
+            OSError: no such file, or no memory is left for it.
+            TornImageError: it is shorter than a header.
+        """
+        self.path = path
+        if create_bytes:
+            path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create_bytes else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create_bytes:
+                # Takes the pages now: a full /dev/shm is an error here and not a SIGBUS later.
+                os.posix_fallocate(fd, 0, create_bytes)
+            self.map = _map(fd)
+        except BaseException:
+            if create_bytes:
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return len(self.map)
+
+    def tear(self) -> None:
+        """Mark the image as being written."""
+        self.map[: len(_MAGIC)] = bytes(len(_MAGIC))
+        self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
+
+    def seal(self, header: Header, key: bytes) -> Header:
+        """Mark the image as whole; return the header, now with the MAC of what was written.
+
+        Args:
+            header: what the image is of.
+            key: of the run's images, 32 bytes.
+        """
+        with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
+            sealed = mac.seal(_key_of(header, key), body)
+        return self._mark(replace(header, mac=sealed.hex()))
+
+    def take(self, header: Header, key: bytes) -> bool:
+        """Mark a copy as whole if its bytes are those that `header` was sealed with.
+
+        Args:
+            header: sealed.
+            key: see `seal`.
+        """
+        good = self._is_sealed(header, key)
+        if good:
+            self._mark(header)
+        return good
+
+    def _mark(self, whole: Header) -> Header:
+        raw = whole.encode(whole=True)
+        # The magic goes in last: it alone makes the header readable.
+        self.map[len(_MAGIC) : len(raw)] = raw[len(_MAGIC) :]
+        self.map[: len(_MAGIC)] = raw[: len(_MAGIC)]
+        return whole
+
+    def commit(self) -> None:
+        """Note that the step is committed: every rank has completed it and left its image."""
+        self.map[PAGE - len(_COMMITTED) : PAGE] = _COMMITTED
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step is known here to be committed."""
+        return self.map[PAGE - len(_COMMITTED) : PAGE] == _COMMITTED
+
+    def header(self) -> Header:
+        """Return the header.
+
+        Raises:
+            TornImageError: the image is not whole, or not as long as it says.
+        """
+        header = Header.decode(self.map[:PAGE])
+        if header.total_bytes > len(self.map):
+            raise TornImageError("it is cut off")
+        return header
+
+    def verify(self, key: bytes) -> Header:
+        """Read everything and return the header.
+
+        Args:
+            key: see `seal`.
+
+        Raises:
+            TornImageError: what is there is not what was written.
+        """
+        header = self.header()
+        if not self._is_sealed(header, key):
+            raise TornImageError("its bytes have another MAC than was written")
+        return header
+
+    def index(self, header: Header) -> tuple[Part, ...]:
+        """Return what a verified image holds."""
+        return decode_index(self.map[PAGE : PAGE + header.index_bytes])
+
+    def close(self) -> None:
+        """Unmap it."""
+        self.map.close()
+
+    def _is_sealed(self, header: Header, key: bytes) -> bool:
+        with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
+            return mac.matches(_key_of(header, key), body, bytes.fromhex(header.mac))
+
+
+def _key_of(header: Header, key: bytes) -> bytes:
+    """Return the key of one image: a MAC counts for what its header says, and nonces last."""
+    said = repr(replace(header, mac="")).encode()
+    return hashlib.blake2b(said, digest_size=32, key=key).digest()
+
+
+def _map(fd: int) -> mmap.mmap:
+    size = os.fstat(fd).st_size
+    if size < PAGE:
+        raise TornImageError("shorter than a header")
+    return mmap.mmap(fd, size)
+
+
+def _padded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,197 @@
+"""Talks to a keeper: leaves copies with it, asks what it holds, reads from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from elastic_trainer.state.snapshots import mac
+from elastic_trainer.state.snapshots.choice import Holding
+from elastic_trainer.state.snapshots.errors import PeerError
+from elastic_trainer.state.snapshots.image import Header, Part, decode_index
+from elastic_trainer.state.snapshots.wire import Authenticate, Channel
+
+KEEPER_LABEL: Final = "snapshots"
+"""Of the handshake: a proof for a keeper opens no other port."""
+IMAGES: Final = b"images"
+"""What the run's secret signs, with the run's id, for the key of its images."""
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 60.0
+"""Silence after which a keeper is given up; bytes that flow start it anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where one node's keeper listens. Port 0: that node keeps none."""
+
+    node: str
+    address: str
+    port: int
+    machine: str = ""
+    """On which it runs; empty: called as the node."""
+    domain: str = ""
+    """Its failure domain; empty: unknown."""
+
+
+_GROUPS: Final = ("members", "spares", "left")
+
+
+def write_peers(path: Path, *groups: Sequence[Peer]) -> None:
+    """Write the peers of an epoch for its workers: members by rank, spares, those that left."""
+    rows = {
+        name: [dataclasses.astuple(peer) for peer in peers]
+        for name, peers in zip(_GROUPS, groups, strict=True)
+    }
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def read_peers(path: Path) -> dict[str, tuple[Peer, ...]]:
+    """Return members in rank order, spares, and those that have left, by these names."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: tuple(
+            Peer(node=node, address=address, port=port, machine=machine, domain=domain)
+            for node, address, port, machine, domain in raw[name]
+        )
+        for name in _GROUPS
+    }
+
+
+class PeerLink:
+    """One connection to a keeper. A context manager; for one thread.
+
+    Args:
+        peer: whose keeper.
+        authenticate: proves both ends to each other on the new socket, or raises.
+
+    Raises (all calls):
+        PeerError: it cannot be reached, is gone, or refused.
+    """
+
+    def __init__(self, peer: Peer, authenticate: Authenticate) -> None:
+        self.peer = peer
+        try:
+            self._sock = socket.create_connection((peer.address, peer.port), timeout=CONNECT_S)
+        except OSError as error:
+            raise PeerError(f"{peer.node} cannot be reached: {error}") from error
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._channel = Channel(self._sock, authenticate)
+            self._sock.settimeout(ANSWER_S)
+        except Exception as error:
+            self._sock.close()
+            raise PeerError(f"{peer.node} at {peer.address}:{peer.port}: {error}") from error
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def put(
+        self,
+        header: Header,
+        slot: int,
+        body: memoryview,
+        *,
+        times: int = 1,
+        committed: bool = False,
+    ) -> None:
+        """Leave a copy of an image; returns once the keeper has it and found it right.
+
+        Args:
+            header: of the image, sealed.
+            slot: which of the writer's two.
+            body: all that follows the header's page.
+            times: refused where there is no room for so many of it.
+            committed: whether its step is known to be.
+        """
+        message = {"op": "put", "header": header.to_dict(), "slot": slot, "times": times}
+        self._ask({**message, "committed": committed}, body)
+
+    def links(self) -> list[tuple[str, int]]:
+        """Return the further addresses and ports at which the keeper listens."""
+        with self._telling_errors():
+            return [(str(each), int(port)) for each, port in self._ask({"op": "links"})["links"]]
+
+    def held(self) -> list[Holding]:
+        """Return what the node holds; only headers have been looked at."""
+        with self._telling_errors():
+            return [
+                Holding(
+                    header=Header.from_message(row["header"]),
+                    file=str(row["file"]),
+                    node=self.peer.node,
+                    address=self.peer.address,
+                    port=self.peer.port,
+                    committed=bool(row["committed"]),
+                )
+                for row in self._ask({"op": "list"})["images"]
+            ]
+
+    def verified_index(self, file: str) -> tuple[Part, ...]:
+        """Have the keeper read all of an image, and return its index.
+
+        Raises:
+            PeerError: also when the image is damaged.
+        """
+        with self._telling_errors():
+            answer = self._ask({"op": "verify", "file": file})
+            return decode_index(json.dumps(answer["index"]).encode())
+
+    def read(self, file: str, spans: Sequence[tuple[int, int]], key: bytes) -> list[memoryview]:
+        """Return the bytes of `spans`, each (offset in the payload, length).
+
+        Args:
+            file: image.
+            spans: of it.
+            key: of the run's images.
+        """
+        out = []
+        with self._telling_errors():
+            answer = self._ask({"op": "get", "file": file, "spans": [list(s) for s in spans]})
+            for (_, length), sealed in zip(spans, answer["macs"], strict=True):
+                buffer = memoryview(bytearray(length))
+                self._channel.receive_into(buffer)
+                if not mac.matches(key, buffer, bytes.fromhex(sealed)):
+                    raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
+                out.append(buffer)
+        return out
+
+    def free(self, before_epoch: int) -> None:
+        """Tell a spare that images of epochs before `before_epoch` are no longer needed."""
+        self._ask({"op": "free", "before_epoch": before_epoch})
+
+    def _ask(self, message: dict[str, Any], body: memoryview | None = None) -> dict[str, Any]:
+        with self._telling_errors():
+            self._channel.send(message)
+            if body is not None:
+                self._sock.sendall(body)
+            answer = self._channel.receive()
+        if "error" in answer:
+            raise PeerError(f"{self.peer.node}: {answer['error']}")
+        return answer
+
+    @contextlib.contextmanager
+    def _telling_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise PeerError(f"{self.peer.node}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise PeerError(f"{self.peer.node}: an answer that is none: {error!r}") from error

@@ -1,0 +1,181 @@
+"""What is saved: the named tensors of a model and its optimizer, and their staged copies.
+
+Names are those of torch's `get_state_dict(flatten_optimizer_state_dict=True)`
+under `model.` and `optim.`, so torch's own tools read the checkpoints. Only
+tensors are saved: hyper-parameters are functions of the config and the step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from elastic_trainer.state.fault_in import WORTH_BYTES, fault_in, start_idle
+from elastic_trainer.worker.torch_private import dtensor_like, local_of
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Prefixes that torch.compile and activation checkpointing put into names."""
+
+MODEL, OPTIM, TRAINER = "model", "optim", "trainer"
+STEP, RNG, DEVICE_RNG = "step", "rng", "rng_device"
+"""Names in section `trainer`: completed steps (int64 scalar), torch's generators of the CPU and, on
+an accelerator, of its device (uint8)."""
+NamedTensors = dict[str, dict[str, Tensor]]
+"""Section (`model`, `optim`, `trainer`) -> name -> tensor; DCP joins the two with a dot."""
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what wrappers put into it: the one in checkpoints."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _named_params(model: nn.Module) -> dict[int, str]:
+    return {id(param): clean_name(name) for name, param in model.named_parameters()}
+
+
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    names = _named_params(model)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield f"state.{names[id(param)]}.{key}", value
+
+
+def live_tensors(model: nn.Module, *optimizers: torch.optim.Optimizer) -> NamedTensors:
+    """Return the tensors of `model` and `optimizers` themselves, not copies."""
+    return {
+        MODEL: {
+            clean_name(name): value
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor)
+        },
+        OPTIM: dict(pair for each in optimizers for pair in _optimizer_tensors(model, each)),
+    }
+
+
+def create_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Give a fresh optimizer the empty state tensors that a checkpoint has values for.
+
+    Cheaper than a step with zero gradients, which is how torch does it: that one
+    costs more than the whole restore of a small model.
+
+    Args:
+        model: names the parameters.
+        optimizer: has no state yet for the parameters concerned.
+        sizes: full name (`optim.state.<param>.<key>`) -> global size and dtype.
+    """
+    names = _named_params(model)
+    keys: dict[str, list[str]] = {}
+    prefix = f"{OPTIM}.state."
+    for full_name in sizes:
+        if full_name.startswith(prefix):
+            param_name, _, key = full_name.removeprefix(prefix).rpartition(".")
+            keys.setdefault(param_name, []).append(key)
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                continue
+            for key in keys.get(names[id(param)], ()):
+                size, dtype = sizes[f"{prefix}{names[id(param)]}.{key}"]
+                if size == param.shape:
+                    value = _zeros_like(param, dtype)
+                else:
+                    device = param.device if on_device else torch.device("cpu")
+                    value = torch.zeros(size, dtype=dtype, device=device)
+                optimizer.state[param][key] = value
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros placed like `param`, past DTensor's dispatch and its first-call cost."""
+    if not isinstance(param, DTensor):
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    local = torch.zeros_like(param.to_local().detach(), dtype=dtype)
+    return dtensor_like(local, param)
+
+
+class Stager:
+    """Copies tensors into CPU buffers of its own, which it uses again for the next copy.
+
+    The copies never share memory with live tensors: on a CPU, torch's state
+    dicts do. The caller must be done with a copy before it asks for the next.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._warming: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def warm(self, live: NamedTensors) -> None:
+        """Have buffers for copies of `live` made in a thread; a `stage` meanwhile ends that."""
+        local = {(s, name): _local(t) for s, tensors in live.items() for name, t in tensors.items()}
+        if self._warming is None and sum(t.nbytes for t in local.values()) >= WORTH_BYTES:
+            self._warming = start_idle(lambda: self._make(local), "checkpoint-buffers")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the thread of `warm` has ended."""
+        if self._warming is not None:
+            self._warming.join(timeout_s)
+
+    def stage(self, live: NamedTensors) -> NamedTensors:
+        """Return the staged copy, DTensors with the same placements."""
+        self.close()
+        staged: NamedTensors = {}
+        sources, targets = [], []
+        for section, tensors in live.items():
+            staged[section] = {}
+            for name, tensor in tensors.items():
+                sources.append(_local(tensor))
+                targets.append(self._buffer((section, name), sources[-1]))
+                staged[section][name] = (
+                    dtensor_like(targets[-1], tensor)
+                    if isinstance(tensor, DTensor)
+                    else targets[-1]
+                )
+        # One call for all: a call each costs more than the bytes of a small model.
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def close(self) -> None:
+        """End the thread of `warm`: within milliseconds."""
+        if self._warming is not None:
+            self._stop.set()
+            self._warming.join()
+
+    def _make(self, like: Mapping[tuple[str, str], Tensor]) -> None:
+        for key, local in like.items():
+            if self._stop.is_set():
+                return
+            on_gpu = torch.cuda.device(local.device) if local.is_cuda else nullcontext()
+            with on_gpu:
+                buffer = self._buffer(key, local)
+            if not local.is_cuda:  # pinned memory has its pages
+                fault_in(buffer, self._stop)
+
+    def _buffer(self, key: tuple[str, str], like: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(
+                like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda
+            )
+            self._buffers[key] = buffer
+        return buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor).detach()

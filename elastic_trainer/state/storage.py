@@ -1,0 +1,209 @@
+"""The checkpoint directory on shared storage: make, digest, verify, retire. Knows no torch."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from elastic_trainer.board.state import Commit
+from elastic_trainer.state.errors import CheckpointError, DamagedError
+from elastic_trainer.state.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    FileEntry,
+    Manifest,
+    directory_name,
+    superseded,
+)
+from elastic_trainer.storage.fresh_look import look_afresh
+from elastic_trainer.storage.regular_file import open_regular, read_regular
+
+_READ_BYTES = 1 << 20
+"""Read at a time for a digest."""
+
+
+class CheckpointStorage:
+    """All file operations below `root` but those of DCP itself."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def check_writable(self, *, probe: bool) -> None:
+        """Make `root` if it is missing and see that it takes files.
+
+        Args:
+            probe: write a file, which one rank does for all; otherwise ask for
+                the permission only.
+
+        Raises:
+            CheckpointError: HF204, naming the directory and how to fix it.
+        """
+        reason = None
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if probe:
+                path = self.root / f".probe-{uuid.uuid4().hex}"
+                path.touch()
+                path.unlink()
+            elif not os.access(self.root, os.W_OK | os.X_OK):
+                reason = "no permission, or mounted read-only"
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            raise CheckpointError(
+                "HF204",
+                f"checkpoint.dir: {self.root} cannot be written ({reason}): grant the "
+                "permission, mount it writable, or set checkpoint.dir to another directory on "
+                "shared storage",
+            )
+
+    def make(self, step: int, epoch: int) -> str:
+        """Make a directory that did not exist and return its name.
+
+        An old one is never written into: its `.metadata` would survive over
+        truncated data.
+        """
+        for attempt in range(1, 1000):
+            name = directory_name(step, epoch, attempt)
+            try:
+                (self.root / name).mkdir()
+            except FileExistsError:
+                continue
+            return name
+        raise OSError(errno.EEXIST, "999 attempts to save this step are there", str(self.root))
+
+    def digest(
+        self, name: str, rank: int, on_read: Callable[[int], None] = lambda _: None
+    ) -> dict[str, FileEntry]:
+        """Return the entries of what `rank` wrote into directory `name`; rank 0 also the index.
+
+        DCP names data files after the rank and has fsynced them. `on_read` hears of the bytes
+        just read.
+        """
+        paths = list((self.root / name).glob(f"__{rank}_*"))
+        if rank == 0:
+            paths.append(self.root / name / METADATA_NAME)
+        return {path.name: _entry(path, on_read) for path in sorted(paths)}
+
+    def write_manifest(self, name: str, manifest: Manifest) -> str:
+        """Write the manifest durably, directory entries included; return its sha256."""
+        raw = manifest.encode()
+        path = self.root / name / MANIFEST_NAME
+        with path.open("xb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        for directory in (path.parent, self.root):
+            fsync(directory)
+        return hashlib.sha256(raw).hexdigest()
+
+    def read_manifest(self, commit: Commit) -> Manifest:
+        """Return the manifest of a commit.
+
+        Raises:
+            DamagedError: it is missing, or not the one that was committed.
+        """
+        if "/" in commit.dir or commit.dir in ("", ".", ".."):
+            raise DamagedError(f"the board names {commit.dir!r}, which is not a plain name")
+        path = self.root / commit.dir / MANIFEST_NAME
+        self._look_afresh(commit.dir)
+        try:
+            raw = read_regular(path)
+        except OSError as error:
+            raise DamagedError(f"{MANIFEST_NAME}: {error.strerror}") from error
+        if hashlib.sha256(raw).hexdigest() != commit.manifest_sha256:
+            raise DamagedError(f"{MANIFEST_NAME} has another sha256 than the board says")
+        try:
+            return Manifest.decode(raw)
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+
+    def verify(
+        self,
+        name: str,
+        manifest: Manifest,
+        files: Iterable[str],
+        on_read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Check size and sha256 of `files` in directory `name`.
+
+        Args:
+            name: of the directory.
+            manifest: what the files must be.
+            files: names, all of them in `manifest`.
+            on_read: called with the bytes just read, a MiB at a time.
+
+        Raises:
+            DamagedError: naming the first file that differs, and how.
+        """
+        self._look_afresh(name)
+        for file in files:
+            expected = manifest.files[file]
+            path = self.root / name / file
+            try:
+                size_bytes = path.stat().st_size
+                if size_bytes != expected.size_bytes:
+                    raise DamagedError(
+                        f"{file} has {size_bytes} bytes, {expected.size_bytes} were saved"
+                    )
+                actual = _entry(path, on_read)
+            except OSError as error:
+                raise DamagedError(f"{file}: {error.strerror}") from error
+            if actual != expected:
+                raise DamagedError(f"{file} has another sha256 than was saved")
+
+    def _look_afresh(self, name: str) -> None:
+        """Let no file of a commit pass for missing because it was looked for too early."""
+        look_afresh(self.root)
+        look_afresh(self.root / name)
+
+    def remove(self, name: str) -> None:
+        """Remove one directory and what is in it; none is fine."""
+        try:
+            shutil.rmtree(self.root / name)
+        except FileNotFoundError:
+            return
+
+    def retire(
+        self, commits: Iterable[Commit], *, epoch: int, keep_every_steps: int | None
+    ) -> list[str]:
+        """Remove directories that no commit names; return their names.
+
+        Only after the swap of the board that put `commits` there. Milestones
+        (multiples of `keep_every_steps`) stay if they are complete.
+        """
+        remove, milestones = superseded(
+            [path.name for path in self.root.iterdir()],
+            commits,
+            epoch=epoch,
+            keep_every_steps=keep_every_steps,
+        )
+        remove += [m for m in milestones if not (self.root / m / MANIFEST_NAME).exists()]
+        for name in remove:
+            self.remove(name)
+        return remove
+
+
+def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileEntry:
+    digest, size_bytes = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open_regular(path) as file:
+        while num_read := file.readinto(buffer):
+            digest.update(buffer[:num_read])
+            size_bytes += num_read
+            on_read(num_read)
+    return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def fsync(path: Path) -> None:
+    """Bring a file's or directory's content to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Files as shared storage needs them."""

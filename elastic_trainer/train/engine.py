@@ -1,0 +1,186 @@
+"""A rank's part of the model in a layout, and one step's forward and backward through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from elastic_trainer.model.decoder import build, rope_table
+from elastic_trainer.parallel.apply import parallelize
+from elastic_trainer.parallel.context import zigzag_positions
+from elastic_trainer.parallel.mesh import build_meshes
+from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
+from elastic_trainer.parallel.tensor import token_loss_sum
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.stages import split_layers, stages_of_rank
+from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.marks import Mark, mark_compiling, mark_stage
+
+
+class Engine:
+    """Builds this rank's part on the meta device; `allocate` gives it memory.
+
+    Collective: makes the process groups of the mesh.
+
+    Args:
+        config: job.json.
+        rung: of this epoch.
+        rank: of this worker.
+        device: where it will compute.
+        mark: of the heartbeat; called as the step passes through the model.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rung: Rung,
+        rank: int,
+        device: torch.device,
+        mark: Mark = lambda _part: None,
+    ) -> None:
+        self._config, self._rung, self._device = config, rung, device
+        self.layout, self.coordinate = rung.layout, rung.layout.coordinate(rank)
+        self.meshes = build_meshes(
+            rung.layout, device, timedelta(seconds=config.elastic.start_ceiling_s)
+        )
+        self.model = build(config.model, config.command_dir)  # names are the same in every layout
+        layout, interleave = rung.layout, config.interleave
+        self.stages = []
+        if layout.pp > 1:
+            spans = split_layers(config.model, layout.pp * interleave)
+            mine = stages_of_rank(self.coordinate["pp"], layout.pp, interleave)
+            self.stages = cut_stages(self.model, [spans[index] for index in mine])
+        for part in self.stages or [self.model]:
+            parallelize(
+                part,
+                self.meshes,
+                precision=config.train.precision,
+                recompute=config.train.recompute,
+                compile_blocks=config.train.compile,
+                float8=config.train.float8,
+            )
+            mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
+        if config.train.compile:
+            mark_compiling(mark)
+        self._sharded = bool(self.stages) or isinstance(self.model, FSDPModule)
+
+    def allocate(self) -> None:
+        """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
+        config, cp = self._config, self.layout.cp
+        self.model.to_empty(device=self._device)
+        if not self._sharded and config.model.tie_embeddings:
+            self.model.head.weight = self.model.embedding.weight  # each was made by itself
+        positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
+        self._rope = rope_table(config.model, positions, self._device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._weight = 1.0
+        """Of a token in the loss of a step."""
+        for stage in self.stages:
+            stage.rope = self._rope
+        self._pipeline = self._build_pipeline(len(positions)) if self.stages else None
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], tokens: int) -> Tensor:
+        """Add up the gradients of one step.
+
+        Ranks in the middle of a pipeline take micro-batches of packed documents only.
+
+        Args:
+            micro_batches: of this rank.
+            tokens: targets of the global batch that count: the loss is the mean over them.
+
+        Returns:
+            The token losses this rank is to count, fp64 scalar: over all ranks their
+            sum is that of the global batch.
+        """
+        self._weight = 1.0 / tokens
+        loss_sum = self._run(micro_batches, backward=True)
+        if not self._sharded:
+            for param in self.model.parameters():
+                if param.grad is None:  # an idle expert's; of FSDP it is zero
+                    param.grad = torch.zeros_like(param)
+        return loss_sum
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """Return the token losses this rank is to count of a global batch, without gradients.
+
+        To be called between two steps, whose numbers stay the same.
+        """
+        with torch.no_grad():
+            loss_sum = self._run(micro_batches, backward=False)
+        # FSDP does so after a backward: parameters are whole, where the optimizer knows parts.
+        for part in self.stages or [self.model]:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return loss_sum
+
+    def _run(self, micro_batches: Iterable[MicroBatch], *, backward: bool) -> Tensor:
+        self._loss_sum.zero_()
+        if self._pipeline is None:
+            for number, batch in enumerate(micro_batches, 1):
+                if backward:
+                    self._reduce_after(number)
+                # No name keeps the logits: their memory is free once the loss's backward has run.
+                loss = self._loss(
+                    self.model(batch.inputs, self._rope, batch.documents), batch.targets
+                )
+                if backward:
+                    loss.backward()
+        elif self._pipeline.is_first or self._pipeline.is_last or self._config.data.packed:
+            batches = list(micro_batches)
+            documents = [b.documents for b in batches if b.documents is not None]
+            self._pipeline.run(
+                torch.cat([batch.inputs for batch in batches]),
+                torch.cat([batch.targets for batch in batches]),
+                torch.cat(documents) if documents else None,
+                backward=backward,
+            )
+        else:
+            self._pipeline.run(None, None, None, backward=backward)
+        return self._loss_sum.clone()
+
+    def _reduce_after(self, number: int) -> None:
+        """Have gradients reduced after the last of a step's micro-batches only; `number` from 1.
+
+        With `no_sync` FSDP adds them up whole until then. Else HSDP all-reduces only then, and FSDP
+        adds up what this rank has of its replica's gradient: as many bytes.
+        """
+        last = self._rung.micro_batches
+        if number not in (1, last) or not isinstance(self.model, FSDPModule):
+            return
+        if self._rung.no_sync:
+            self.model.set_requires_gradient_sync(number == last)
+        elif self.layout.dp_replicate > 1:
+            self.model.set_requires_all_reduce(number == last)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return what to call backward on: with it, gradients sum up to those of one process."""
+        loss_sum = token_loss_sum(logits, targets, self.meshes.tp)
+        if self.coordinate["tp"] == 0:  # all of the group hold the same
+            self._loss_sum += loss_sum.detach()
+        return loss_sum * self._weight
+
+    def _build_pipeline(self, num_positions: int) -> Pipeline:
+        assert self.meshes.pp is not None
+        shape, train, tp = self._config.model, self._config.train, self.layout.tp
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        batch = train.micro_batch
+
+        def meta(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        return Pipeline(
+            self.stages,
+            self.meshes.pp,
+            num_micro_batches=self._rung.micro_batches,
+            tokens=torch.empty((batch, num_positions), dtype=torch.int64, device="meta"),
+            activations=meta(batch, num_positions // tp, shape.dim),
+            logits=meta(batch, num_positions, shape.vocab_size // tp),
+            loss=self._loss,
+            device=self._device,
+        )

@@ -1,0 +1,159 @@
+"""What this rank feeds to forward: its micro-batches of a step, and the ledger of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from elastic_trainer.data import IGNORED, Corpus, Samples
+from elastic_trainer.data.index import micro_batch_samples, samples_of_step
+from elastic_trainer.parallel.context import zigzag_positions
+from elastic_trainer.plan.config import TrainSection
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.train.ledger import LedgerWriter
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens of one forward pass, each (B, T / cp) int64 on the device."""
+
+    inputs: Tensor
+    targets: Tensor
+    """IGNORED everywhere in a micro-batch that only fills up the step."""
+    documents: Tensor | None = None
+    """See `Samples`."""
+
+
+class Feed:
+    """Reads the corpus for one rank.
+
+    Args:
+        corpus: open.
+        train: sizes of the batch.
+        rung: the layout, and how many micro-batches every dp rank runs.
+        coordinate: this rank's, from `layout.coordinate`.
+        ledger: of this rank's dp index; None on ranks that leave it to another.
+        device: where the tokens go.
+        stop: samples from here on count nothing; None: all count.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        train: TrainSection,
+        rung: Rung,
+        *,
+        coordinate: dict[str, int],
+        ledger: LedgerWriter | None,
+        device: torch.device,
+        stop: int | None = None,
+    ) -> None:
+        self._corpus, self._train, self._rung, self._stop = corpus, train, rung, stop
+        self._dp_rank, self._ledger, self._device = coordinate["dp"], ledger, device
+        self._positions = zigzag_positions(train.seq_len, rung.layout.cp, coordinate["cp"])
+        self._last = train.steps if stop is None else -(-stop // train.global_batch)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, list[Future[Samples]]] = {}
+        """Step -> what is read of it; of one step before it is asked for."""
+
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of `step`; what is yielded counts as fed.
+
+        A thread reads those of the next step meanwhile. What it meets there is raised there.
+        """
+        coming = self._ahead.pop(step, None) or self._read_ahead(step)
+        for read in itertools.chain(*self._ahead.values()):  # of a step that was passed over
+            read.cancel()
+        self._ahead = {step + 1: self._read_ahead(step + 1)} if step < self._last else {}
+        for samples, read in zip(self._samples_of(step), coming, strict=True):
+            tokens = read.result()
+            if samples is not None and self._ledger is not None:
+                self._ledger.fed(samples)
+            yield MicroBatch(
+                *(
+                    None if each is None else each.to(self._device, non_blocking=True)
+                    for each in tokens
+                )
+            )
+
+    def _read_ahead(self, step: int) -> list[Future[Samples]]:
+        if self._reader is None:
+            on_cuda = self._device.type == "cuda"
+            # Else the thread's first pinned memory would make a context on the first GPU.
+            prepare = partial(torch.cuda.set_device, self._device) if on_cuda else None
+            self._reader = ThreadPoolExecutor(1, "holdfast-feed", initializer=prepare)
+        return [
+            self._reader.submit(self._read, step, samples) for samples in self._samples_of(step)
+        ]
+
+    def _read(self, step: int, samples: range | None) -> Samples:
+        """Return this rank's positions of a micro-batch; on CUDA in pinned memory."""
+        train = self._train
+        first = (step - 1) * train.global_batch
+        used = samples if samples is not None else range(first, first + train.micro_batch)
+        found = self._corpus.samples(used)
+        targets = found.targets
+        if samples is None:  # any tokens will do
+            targets = torch.full_like(targets, IGNORED)
+        elif self._stop is not None:
+            targets[max(0, self._stop - samples.start) :] = IGNORED
+        return Samples(
+            self._part(found.inputs),
+            self._part(targets),
+            None if found.documents is None else self._part(found.documents),
+        )
+
+    def tokens(self, step: int) -> int:
+        """Return how many targets of the global batch of `step` count in the loss."""
+        return self._corpus.counted(samples_of_step(step, self._train.global_batch))
+
+    def _samples_of(self, step: int) -> Iterable[range | None]:
+        train = self._train
+        return micro_batch_samples(
+            step,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            dp=self._rung.layout.dp,
+            dp_rank=self._dp_rank,
+            rounds=self._rung.micro_batches,
+        )
+
+    def _part(self, rows: Tensor) -> Tensor:
+        tokens = rows[:, self._positions]
+        # A copy of pageable memory would wait for all that the device has to do.
+        return tokens.pin_memory() if self._device.type == "cuda" else tokens
+
+    def pass_over(self, step: int) -> None:
+        """Count this rank's samples of `step` as consumed, without reading them."""
+        if self._ledger is not None:
+            for samples in self._samples_of(step):
+                if samples is not None:
+                    self._ledger.fed(samples)
+            self._ledger.end_step(step, skipped=True)
+
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
+        """Note that the optimizer has used the gradient of `step`, or dropped it (`skipped`)."""
+        if self._ledger is not None:
+            self._ledger.end_step(step, skipped=skipped)
+
+    @property
+    def behind(self) -> bool:
+        """Whether this rank's ledger waits for its storage; until then no step is committed."""
+        return self._ledger is not None and self._ledger.behind
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait for the ledger's storage, at most `timeout_s`; return whether all is written."""
+        return self._ledger is None or self._ledger.flush(timeout_s)
+
+    def close(self) -> None:
+        """Close the ledger, and end the thread."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._ledger is not None:
+            self._ledger.close()

@@ -1,0 +1,318 @@
+"""One worker's part in one epoch: its record, and its state in memory and on storage.
+
+The built-in trainer and a script's own loop (`ScriptCheckpointer`) both run on a session, so that
+what is kept, agreed on and put on record is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.board.state import Board
+from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.state.collective import Collective
+from elastic_trainer.state.load import State
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.offload import offload_of
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.worker.heartbeat import Request
+from elastic_trainer.worker.rank_grid import RankGrid, shared_grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Who this worker is; torchrun's environment and ours, read once."""
+
+    run_dir: Path
+    """Where the record is: the run directory, or what stands for it where only flags describe
+    the job."""
+    rank: int
+    local_rank: int
+    """Index of its device."""
+    worker: int
+    """Of this node's workers: `local_rank`, unless each sees its device alone."""
+    world_size: int
+    epoch: int
+    rung: Rung
+    """What the epoch runs: its layout, and the micro-batches of a step."""
+    node: str
+    heartbeat: Path
+    store: tuple[str, int]
+    run_id: str
+    place: Place | None = None
+    """Where this node keeps snapshots; None where it keeps none."""
+    since_mono: float | None = None
+    """When the agent started, by this machine's monotonic clock."""
+    board: str | None = None
+    """Address of the run's board; None: files in the run directory."""
+    born_mono: float | None = None
+    """When this worker was forked, by the same clock."""
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> WorkerContext:
+        """Read it from `env`, which an agent has set."""
+        return cls(
+            run_dir=Path(env["HOLDFAST_RECORD_DIR"]),
+            rank=int(env["RANK"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            worker=int(env.get("HOLDFAST_LOCAL_RANK", env["LOCAL_RANK"])),
+            world_size=int(env["WORLD_SIZE"]),
+            epoch=int(env["HOLDFAST_EPOCH"]),
+            rung=Rung.from_dict(json.loads(env["HOLDFAST_RUNG"])),
+            node=env["HOLDFAST_NODE"],
+            heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
+            store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            run_id=env["TORCHELASTIC_RUN_ID"],
+            place=Place.from_environment(env),
+            since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
+            board=env.get(BOARD_VARIABLE),
+            born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks agree on at the end of a step, besides its numbers."""
+
+    requests: Request
+    committed: int | None
+    """Step that is now safe in memory: every rank's state and its copy."""
+
+
+class Session:
+    """One worker in one epoch. All ranks make one at the same place and call it alike.
+
+    Args:
+        who: this worker.
+        policy: what is kept, and where.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        who: WorkerContext,
+        policy: CheckpointPolicy,
+        device: torch.device,
+    ) -> None:
+        self.who, self.device, self._policy = who, device, policy
+        self.layout = who.rung.layout
+        self.events = EventLog(
+            who.run_dir,
+            f"worker-{who.node}-{who.worker}",
+            node=who.node,
+            rank=who.rank,
+            epoch=who.epoch,
+        )
+        self.saved_step = -1
+        """Newest step that is known to be on storage; a save of it would write it again."""
+        self._phase_begun_mono = time.monotonic() if who.born_mono is None else who.born_mono
+        self._stepped = False
+        self._manager: CheckpointManager | None = None
+
+    @cached_property
+    def board(self) -> Board:
+        """The run's board."""
+        return open_board(self.who.run_dir / "board", self.who.board)
+
+    @cached_property
+    def ranks(self) -> RankGrid:
+        """All ranks, for the thread that trains; collective when first asked for."""
+        return self._grid("steps")
+
+    @cached_property
+    def savers(self) -> Collective:
+        """All ranks, for saves and restores; collective when first asked for."""
+        return Collective(self._grid("saves"))
+
+    def _grid(self, use: str) -> RankGrid:
+        return shared_grid(use, timedelta(seconds=self._policy.ceiling_s))
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """Both tiers, once `restore` has been called."""
+        assert self._manager is not None, "call restore first"
+        return self._manager
+
+    # --- state -----------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: State,
+        *,
+        placement: ParallelLayout | None = None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> int | None:
+        """Load the newest valid state in place, and keep `state` from now on; collective.
+
+        Args:
+            state: what is kept.
+            placement: layout by which copies are placed; None: that of the epoch.
+            ready: whether what else must be safe before a snapshot counts is.
+
+        Returns:
+            Its step; None when there is nothing yet.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be used.
+            BoardAwayError: the board does not answer.
+        """
+        assert self._manager is None, "restore is called once"
+        self._manager = CheckpointManager(
+            self._policy,
+            self.board,
+            self.events,
+            self.device,
+            ranks=self.ranks,
+            state=state,
+            memory=self._memory(placement or self.layout, ready),
+            since_mono=self.who.since_mono,
+            group=self.savers,
+        )
+        found = self._manager.restore()
+        if found in self._manager.committed_steps:  # what came from memory need not be
+            self.saved_step = found
+        return found
+
+    def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> MemoryTier | None:
+        every_steps = self._policy.section.memory_every_steps
+        if self.who.place is None or not every_steps:
+            return None
+        return MemoryTier(
+            self.who.place,
+            placement,
+            rank=self.who.rank,
+            epoch=self.who.epoch,
+            every_steps=every_steps,
+            emit=lambda event, step, **fields: self.emit(event, step=step, **fields),
+            ready=ready,
+            offload=offload_of(self.device),
+        )
+
+    def votes(self, step: int, asked: Request) -> list[float]:
+        """Return what this rank adds to the all-reduce that ends `step`.
+
+        `asked` is what its agent asks for; rank 0's clock says when a save is due.
+        """
+        if self.who.rank == 0 and self.checkpoints.due(step, time.monotonic()):
+            asked |= Request.SAVE
+        return [*self.checkpoints.votes(), *(float(bool(asked & flag)) for flag in Request)]
+
+    def agreed(self, sums: Sequence[float]) -> Agreed:
+        """Take the sums of all ranks' votes.
+
+        A request holds once any rank has it; a snapshot is committed once all have its copy.
+        """
+        copied, failed, unready, *flags = sums
+        requests = Request.NONE
+        for flag, vote in zip(Request, flags, strict=True):
+            requests |= flag if vote else Request.NONE
+        return Agreed(requests, self.checkpoints.agreed(copied, failed, unready))
+
+    def snapshot(self, step: int, *, overlaps: bool = False) -> None:
+        """Copy the state after `step` into memory where that is due; see how saves ended.
+
+        Args:
+            step: last completed one.
+            overlaps: the device continues meanwhile; the caller calls `before_update` before
+                anything writes to the state. Otherwise the device's next work waits.
+        """
+        self.checkpoints.snapshot(step)
+        if not overlaps:
+            self.before_update()
+        self._note(self.checkpoints.poll())
+
+    def before_update(self) -> None:
+        """Have the device's next work come after its part in the last snapshot."""
+        self.checkpoints.before_update()
+
+    def save(self, step: int, *, wait: bool) -> bool:
+        """Save the state after `step` to storage; collective.
+
+        Returns:
+            Whether it was started, or, with `wait`, committed.
+        """
+        if wait and self.checkpoints.saving == step and self.checkpoints.wait() == step:
+            self._note(step)
+            return True
+        saved = self.checkpoints.save(step, wait=wait)
+        if wait and saved:
+            self._note(step)
+        return saved
+
+    def leave(self, step: int, *, growing: bool) -> bool:
+        """Put on record that ranks leave after `step`; collective.
+
+        Returns:
+            Whether the state is kept in memory, which is enough where the nodes stay
+            (`growing`); otherwise storage has to do.
+        """
+        self.emit("trainer.stopping", step=step, why="growth" if growing else "stop")
+        return growing and self.checkpoints.keep_in_memory(step)
+
+    def _note(self, saved: int | None) -> None:
+        if saved is not None:
+            self.saved_step = saved
+
+    # --- the record ------------------------------------------------------------------------
+
+    def emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
+        """Append an event; rank 0 speaks for all."""
+        if self.who.rank == 0:
+            self.events.emit(event, step=step, **fields)
+
+    def follow(self, before: Session) -> None:
+        """Continue the phases of `before`, an earlier session of this process."""
+        self._phase_begun_mono, self._stepped = before._phase_begun_mono, before._stepped
+
+    def end_phase(self, phase: str) -> None:
+        """Put a phase on record: from the end of the one before, the first from the fork.
+
+        The first step of the process ends the last one.
+        """
+        if self._stepped:
+            return
+        begun, self._phase_begun_mono = self._phase_begun_mono, time.monotonic()
+        seconds = round(self._phase_begun_mono - begun, 6)
+        self.emit("recovery.phase", phase=phase, seconds=seconds)
+
+    def started(self, step: int) -> None:
+        """Put on record from where the training continues."""
+        self.emit(
+            "trainer.started",
+            layout=str(self.layout),
+            resume_step=step,
+            restored_from=self.checkpoints.restored_from,
+            **self.which(step),
+        )
+
+    def which(self, step: int) -> dict[str, Any]:
+        """Return which training `step` is of, and its own count, where a run may have several."""
+        training = self.checkpoints.training
+        return {"training": training.name, "training_step": step - training.base}
+
+    def record(self, event: str, step: int, *, committed: int | None, **fields: Any) -> None:
+        """Put the end of a step on record, and what it has committed."""
+        if committed is not None:
+            self.emit("step.committed", step=committed, source="memory")
+        self.emit(event, step=step, **fields)
+        self.end_phase("first_step")
+        self._stepped = True
+
+    def close(self) -> None:
+        """Give what is under way a moment, and end the threads."""
+        if self._manager is not None:
+            self._manager.close()
+        self.events.close()

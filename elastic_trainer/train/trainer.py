@@ -1,0 +1,415 @@
+"""The trainer of one epoch of membership: set-up in steps, and the loop.
+
+A trainer never handles a lost peer: it is killed, and the next epoch's trainers
+restore and continue. So there is one way in (`Trainer.run`) and three ways out: done,
+saved on request, or an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_trainer.data import open_corpus
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.plan import injected
+from elastic_trainer.plan.anomalies import Action, StepDecision
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.state.load import TrainingState
+from elastic_trainer.state.manager import CheckpointManager
+from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.train.determinism import make_deterministic
+from elastic_trainer.train.device_times import DeviceTimes
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.feed import Feed
+from elastic_trainer.train.guard import Guard, NumbersError
+from elastic_trainer.train.ledger import LedgerWriter
+from elastic_trainer.train.marks import marked_data
+from elastic_trainer.train.metrics import utilisation
+from elastic_trainer.train.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_square_sum,
+    learning_rate,
+    set_learning_rate,
+)
+from elastic_trainer.train.session import Agreed, Session, WorkerContext
+from elastic_trainer.train.validation import Validation
+from elastic_trainer.worker.heartbeat import Heartbeat, Part, Request, Section
+from elastic_trainer.worker.rank_grid import init_unconnected
+from elastic_trainer.worker.torch_private import flight_recorder
+from elastic_trainer.worker.worker_answers import answer_when_asked, answer_with_flight
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks agree on after a step."""
+
+    loss: float
+    """Mean over the tokens of the global batch that count."""
+    grad_norm: float
+    """Global, before clipping."""
+    tokens: int
+    """Of the global batch that count in the loss."""
+    agreed: Agreed
+    decision: StepDecision
+    """On the loss and the norm; says whether the update is applied."""
+
+
+class SaveRefusedError(Exception):
+    """State could not be saved when leaving: the newest earlier checkpoint counts."""
+
+
+class Trainer:
+    """Trains from the newest checkpoint to the last step, or to a request to stop."""
+
+    def __init__(
+        self, config: TrainConfig, who: WorkerContext, built: Callable[[Engine], None]
+    ) -> None:
+        self.config, self.who, self._built = config, who, built
+        self.rung, self.layout = who.rung, who.rung.layout
+        self.heartbeat = Heartbeat(who.heartbeat)
+        self.device_times: DeviceTimes | None = None
+        self.device = device_of(config, who.local_rank)
+        policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=self.layout)
+        self.session = Session(who, policy, self.device)
+        self.step = 0
+
+    def run(self) -> int:
+        """Set up, train, and return the exit code."""
+        self.heartbeat.beat(section=Section.CONNECTING)
+        self._init_process_group()
+        self._end_phase("process_group")
+        self._build_model()
+        self._end_phase("model")
+        self._restore()
+        self._end_phase("restore")
+        self._open_data()
+        injected.listen(self, os.environ)
+        try:
+            return self._loop()
+        finally:
+            self.session.close()
+            self.feed.close()
+
+    # --- set-up ------------------------------------------------------------------------
+
+    def _init_process_group(self) -> None:
+        who, on_cuda = self.who, self.device.type == "cuda"
+        if on_cuda:
+            if self.config.train.deterministic:
+                make_deterministic()
+            torch.cuda.set_device(self.device)
+            # Else the flight recorder does not tell what has started: a hung GPU looks like those
+            # that wait for it (elastic_trainer/record/flight_recorder.py).
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+        timeout = timedelta(seconds=self.config.elastic.start_ceiling_s)
+        store = dist.TCPStore(*who.store, is_master=False, timeout=timeout)
+        init_unconnected(store, rank=who.rank, world_size=who.world_size, timeout=timeout)
+        _ = self.session.ranks  # before the mesh's groups, on every rank alike
+
+    def _build_model(self) -> None:
+        self.mark = self.heartbeat.mark
+        if self.device.type == "cuda":
+            timed = partial(torch.cuda.Event, enable_timing=True)
+            self.device_times = DeviceTimes(self.heartbeat, timed)
+            self.mark = self.device_times.mark
+        self.engine = Engine(self.config, self.rung, self.who.rank, self.device, mark=self.mark)
+        self._built(self.engine)
+        self.heartbeat.beat(section=Section.STARTING)  # all have come
+        self.heartbeat.compare_within(self.engine.coordinate["pp"])
+        self.model = self.engine.model
+        self.engine.allocate()
+        self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
+        named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.overlaps = named.issuperset(self.model.state_dict())  # a forward may write to buffers
+
+    def _restore(self) -> None:
+        self.heartbeat.beat(section=Section.RESTORING)
+        session = self.session
+        self.guard = Guard(
+            self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
+        )
+        restored = session.restore(
+            TrainingState(self.model, (self.optimizer,), self.guard.keeps),
+            ready=lambda: not self.feed.behind,
+        )
+        if restored is None:
+            torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
+            initialise(self.model, self.config.train.seed)
+        self.guard.restored(self.checkpoints.record)
+        self.step = restored or 0
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """Both tiers, once the state is restored."""
+        return self.session.checkpoints
+
+    def _open_data(self) -> None:
+        config, who, here = self.config, self.who, self.engine.coordinate
+        corpus = open_corpus(
+            config.data,
+            seq_len=config.train.seq_len,
+            seed=config.train.seed,
+            vocab_size=config.model.vocab_size,
+            cache_dir=who.run_dir / "cache",
+        )
+        ledger = None
+        if here["pp"] == here["cp"] == here["tp"] == 0:  # it speaks for its dp index
+            ledger = LedgerWriter(
+                who.run_dir,
+                epoch=who.epoch,
+                dp_rank=here["dp"],
+                resume_step=self.step,
+                layout=str(self.layout),
+            )
+        self.feed = Feed(
+            corpus,
+            config.train,
+            self.rung,
+            coordinate=here,
+            ledger=ledger,
+            device=self.device,
+        )
+        self.validation = None
+        if config.validation is not None:
+            self.validation = Validation(
+                config.validation,
+                config,
+                self.rung,
+                run_dir=who.run_dir,
+                coordinate=here,
+                device=self.device,
+            )
+        self.session.started(self.step)
+
+    # --- the loop --------------------------------------------------------------------------
+
+    def _loop(self) -> int:
+        steps = self.config.train.steps
+        loss: float | None = None
+        self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
+        self._reported_mono = time.monotonic()
+        self._compare_replicas(before_save=True)
+        while self.step < steps:
+            if asked := self._validate():
+                self._compare_replicas(before_save=True)
+                return self._leave(growing=asked is Request.GROW)
+            if self.guard.passes_over(self.step + 1):
+                self._pass_over()
+                continue
+            result, lr = self._train_step(self.step + 1)
+            if result.decision.action in (Action.ROLLBACK, Action.STOP):
+                return self._turn_back(result.decision)
+            self.step, loss = self.step + 1, result.loss
+            self.feed.end_step(self.step, skipped=not result.decision.applies)
+            self._report_step(result, lr)
+            requests = result.agreed.requests
+            self.heartbeat.mark(Part.REDUCE)
+            self._compare_replicas(before_save=bool(requests))
+            self.heartbeat.mark(Part.SNAPSHOT)
+            self.session.snapshot(self.step, overlaps=self.overlaps)
+            self.heartbeat.mark(Part.OTHER)
+            if self.step == steps:
+                break
+            if requests & (Request.STOP | Request.GROW):
+                return self._leave(growing=Request.STOP not in requests)
+            if Request.SAVE in requests:
+                self.heartbeat.save_served()
+                self._save(wait=False)
+        if self.session.saved_step < self.step:
+            self._save(wait=True)
+        if asked := self._validate():
+            return self._leave(growing=asked is Request.GROW)
+        self.heartbeat.beat(section=Section.FINISHED)
+        self.session.emit("trainer.finished", step=self.step, loss=loss)
+        return EXIT_DONE
+
+    def _train_step(self, step: int) -> tuple[StepResult, float]:
+        """Run forward, backward and the optimizer for `step`; return its learning rate too."""
+        train = self.config.train
+        tokens = self.feed.tokens(step)
+        if self.device_times is not None:
+            self.device_times.begin_step()
+        loss_sum = self.engine.forward_backward(
+            marked_data(self.feed.micro_batches(step), self.mark), tokens
+        )
+        self.mark(Part.SUMS)
+        if self.device_times is not None:
+            self.device_times.end_step()
+        result = self._agree(loss_sum, step, tokens)
+        self.heartbeat.mark(Part.OPTIMIZER)
+        lr = learning_rate(step, steps=train.steps, config=train.optimizer)
+        if result.decision.applies:
+            clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, lr)
+            self.session.before_update()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result, lr
+
+    def _agree(self, loss_sum: Tensor, step: int, tokens: int) -> StepResult:
+        """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
+        votes = self.session.votes(step, self.heartbeat.asked())
+        # The host waits for the device here, and nowhere else in a step.
+        sums = torch.stack([loss_sum, gradient_square_sum(self.model)]).cpu()
+        everything = torch.cat([sums, sums.new_tensor(votes)])
+        self.sum_over_ranks(everything)
+        loss, square_sum, *votes = everything.tolist()
+        agreed = self.session.agreed(votes)
+        loss, norm = loss / tokens, square_sum**0.5
+        return StepResult(loss, norm, tokens, agreed, self.guard.decide(step, loss, norm))
+
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Add up `values` (on the CPU) over all ranks; the heartbeat tells who has not come yet."""
+        self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(Part.REDUCE))
+
+    def _report_step(self, result: StepResult, lr: float) -> None:
+        """Put the step on record. It lasts since the report before it, so that none is left out."""
+        begun, self._reported_mono = self._reported_mono, time.monotonic()
+        seconds = self._reported_mono - begun
+        train, committed = self.config.train, result.agreed.committed
+        self.heartbeat.beat(step=self.step, section=Section.STEP, committed_step=committed)
+        tokens = train.global_batch * train.seq_len
+        extra: dict[str, Any] = {}
+        if not result.decision.applies:
+            extra["reason"] = result.decision.reason
+        if self.config.data.packed:
+            extra["loss_tokens"] = result.tokens
+        if self.device.type == "cuda" and self.who.rank == 0:
+            extra["mfu"] = utilisation(
+                tokens / seconds,
+                shape=self.config.model,
+                seq_len=train.seq_len,
+                world_size=self.who.world_size,
+                device_name=torch.cuda.get_device_name(self.device),
+            )
+        self.session.record(
+            "step.completed" if result.decision.applies else "step.skipped",
+            self.step,
+            committed=committed,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            step_s=round(seconds, 6),
+            lr=lr,
+            **extra,
+        )
+
+    def _save(self, *, wait: bool) -> bool:
+        self.heartbeat.beat(section=Section.SAVING)
+        if wait and not self.feed.flush(self.config.elastic.start_ceiling_s):
+            raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
+        saved = self.session.save(self.step, wait=wait)
+        self.heartbeat.beat(section=Section.STEP)
+        if wait and not saved:
+            raise SaveRefusedError(
+                f"the state of step {self.step} could not be saved: see checkpoint.failed in the "
+                "events; the newest earlier checkpoint counts"
+            )
+        return saved
+
+    def _compare_replicas(self, *, before_save: bool) -> None:
+        if self.guard.check_due(self.step, before_save=before_save):
+            self.guard.compare_replicas(self.step, self.model, self.optimizer)
+
+    def _pass_over(self) -> None:
+        """Leave out the next step: an earlier decision says that its batch is not trained on."""
+        self.step += 1
+        self.feed.pass_over(self.step)
+        self.heartbeat.beat(step=self.step)
+        reason = "passed over after a skip or rollback"
+        self.session.emit("step.skipped", step=self.step, reason=reason)
+
+    def _turn_back(self, decision: StepDecision) -> int:
+        """Leave before an update that is not to be applied: for an older state, or for good.
+
+        Raises:
+            NumbersError: HF711, the job is to stop; the state before the step is saved.
+        """
+        if decision.action is Action.STOP:
+            if max(self.session.saved_step, 0) < self.step:
+                with suppress(SaveRefusedError):  # an event says so; the reason to stop is this one
+                    self._save(wait=True)
+            raise NumbersError(f"HF711 step {self.step + 1}: {decision.reason}")
+        self.session.emit("trainer.stopping", step=self.step, why="rollback")
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
+
+    def _validate(self) -> Request:
+        """Validate the state after the newest step where that is due.
+
+        Before the next step, so that an epoch that continues from here does what the one before
+        it has not done, or not ended.
+
+        Returns:
+            The request that ended it before; else none.
+        """
+        if self.validation is None or not self.validation.due(self.step):
+            return Request.NONE
+        begun, before = time.monotonic(), self.heartbeat.read().section
+        self.heartbeat.beat(section=Section.EVALUATING)
+        self.session.emit("evaluation.started", step=self.step)
+        loss = self.validation.run(
+            lambda batch: self.engine.evaluate(marked_data(batch, self.heartbeat.mark)),
+            asked=self.heartbeat.asked,
+            sum_over_ranks=self.sum_over_ranks,
+        )
+        self.heartbeat.beat(step=self.step, section=before)
+        if isinstance(loss, Request):
+            return loss
+        self.session.emit(
+            "validation.completed",
+            step=self.step,
+            loss=loss,
+            tokens=self.validation.tokens,
+            seconds=round(time.monotonic() - begun, 6),
+        )
+        return Request.NONE
+
+    def _leave(self, *, growing: bool) -> int:
+        kept = self.session.leave(self.step, growing=growing)
+        if not kept and self.session.saved_step < self.step:
+            self._save(wait=True)
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
+
+    def _end_phase(self, phase: str) -> None:
+        self.heartbeat.beat()
+        self.session.end_phase(phase)
+
+
+def device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Return the device that a worker computes on."""
+    return torch.device(f"cuda:{local_rank}" if config.device == "cuda" else config.device)
+
+
+def load_config(run_dir: Path) -> TrainConfig:
+    """Read RUN/job.json."""
+    return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
+
+
+def run_worker(built: Callable[[Engine], None]) -> int:
+    """Train as the environment says and return the exit code.
+
+    Args:
+        built: called with the engine before it is used.
+    """
+    who = WorkerContext.from_environment(dict(os.environ))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    answer_when_asked(who.heartbeat)
+    config = load_config(who.run_dir)
+    answer_with_flight(flight_recorder(config.device))
+    return Trainer(config, who, built).run()

@@ -1,0 +1,1 @@
+"""What a worker is, and what agent and trainer share of it."""

@@ -1,0 +1,137 @@
+"""A node's part in preflight's collectives.
+
+Run with `python -m`; arguments: folder, name, address, backend (gloo or nccl). The driver
+(launcher/fleet/preflight/collectives.py) writes rounds into the folder, the nodes their answers.
+A child is forked for each round, so that a collective that never ends takes only that child
+with it; torch is imported once. A group's first node opens the store.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.storage.atomic_file import write_atomic
+
+_POLL_S: Final = 0.05
+_BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}
+"""Of a tensor: large enough that the links' rate counts."""
+_WARM_UP: Final = 5
+_MEASURE_S: Final = 1.0
+"""A group repeats its collective for so long: a node that is stopped now and then shows."""
+_IDLE_S: Final = 120.0
+"""A server whose driver has died ends after so long without a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    place: Path
+    node: str
+    host: str
+    backend: str
+
+
+def serve(folder: str, node: str, host: str, backend: str) -> None:
+    """Take part in rounds as `node` until the driver says stop, or nothing for long."""
+    import torch.distributed  # noqa: F401  once, before the forks
+
+    place = Path(folder)
+    server = _Server(place=place, node=node, host=host, backend=backend)
+    write_atomic(place / f"hello-{node}.json", json.dumps({"pid": os.getpid()}))
+    number, heard = 1, time.monotonic()
+    while not _over(place) and time.monotonic() - heard < _IDLE_S:
+        asked = _read(place / f"round-{number}.json")
+        if asked is None:
+            time.sleep(_POLL_S)
+            continue
+        _take_part(server, number, asked)
+        number, heard = number + 1, time.monotonic()
+
+
+def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
+    group = next((one for one in asked["groups"] if server.node in one), None)
+    if group is None:
+        return
+    deadline_s = float(asked["deadline_s"])
+    child = multiprocessing.get_context("fork").Process(
+        target=_reduce, args=(server, number, group, deadline_s), daemon=True
+    )
+    child.start()
+    end = time.monotonic() + deadline_s
+    later = server.place / f"round-{number + 1}.json"
+    while child.is_alive() and time.monotonic() < end and not later.exists():
+        if _over(server.place):
+            break
+        child.join(_POLL_S)
+    if child.is_alive():
+        child.kill()
+        child.join()
+
+
+def _over(place: Path) -> bool:
+    """Whether the driver says stop, or has already removed the folder."""
+    return (place / "stop").exists() or not place.exists()
+
+
+def _reduce(server: _Server, number: int, group: Sequence[str], deadline_s: float) -> None:
+    """All-reduce within `group`, and write the mean of the seconds that it took."""
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    rank, limit = group.index(server.node), timedelta(seconds=deadline_s)
+    meeting = server.place / f"store-{number}-{group[0]}.json"
+    if rank == 0:
+        store = dist.TCPStore(
+            server.host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
+        )
+        write_atomic(meeting, json.dumps({"host": server.host, "port": store.port}))
+    else:
+        while (found := _read(meeting)) is None:  # the server kills this process at the deadline
+            time.sleep(_POLL_S)
+        store = dist.TCPStore(found["host"], found["port"], len(group), timeout=limit)
+    dist.init_process_group(
+        server.backend, store=store, rank=rank, world_size=len(group), timeout=limit
+    )
+    device = "cuda" if server.backend == "nccl" else "cpu"
+    tensor = torch.ones(_BYTES[server.backend] // 4, device=device)
+
+    def seconds(repeats: int) -> float:
+        """Return the mean seconds of an all-reduce; the slowest member's, for all the same."""
+        dist.barrier()
+        begin = time.monotonic()
+        for _ in range(repeats):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            tensor[-1].item()  # waits for the device
+        mean = torch.tensor([(time.monotonic() - begin) / repeats], device=device)
+        dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+        return float(mean.item())
+
+    once = seconds(_WARM_UP)
+    mean = seconds(max(_WARM_UP, round(_MEASURE_S / once)))
+    write_atomic(
+        server.place / f"answer-{number}-{server.node}.json", json.dumps({"seconds": mean})
+    )
+    dist.barrier()  # the store's process ends last
+    if rank == 0:
+        time.sleep(_POLL_S)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:5])

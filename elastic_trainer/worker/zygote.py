@@ -1,0 +1,650 @@
+"""A warm process that forks workers: imports paid once, before anybody waits for them.
+
+The only link between agent and trainer. It is forked from the agent, which has imported torch and
+has no thread yet, so that a node imports torch once; one that takes the place of a dead one starts
+in an interpreter of its own. It imports the trainer (or whatever module the
+job runs), makes no accelerator call, no process group and no thread, and forks a worker
+for every request that comes over its Unix socket. It reaps them and reports. Once an epoch's
+last worker has ended it kills whatever they have started and left behind, in whatever session:
+the device's memory is free only then. Workers die with it. When the agent dies it ends the
+workers and what they started, then itself.
+
+A *standby* is a fork made ahead, while an epoch runs: it calls `warm_up()` of the module `target`,
+if that has one, at a low priority, says so, and waits. The next request for its local rank is
+handed to it; where it is not ready it is killed, and a worker is forked as without it.
+
+Messages are JSON objects, one a line. From the agent:
+
+    {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
+     "cwd", "fresh", "count_steps", "cpus"}
+    {"op": "standby", "local_rank", "kind", "target", "env", "cwd", "cpus"}
+    {"op": "kill"}                      SIGKILL to every worker and what it started
+
+and back:
+
+    {"event": "ready", "seconds", "tasks", "error"}
+    {"event": "started", "epoch", "local_rank", "pid", "how", "why"}
+    {"event": "exited", "epoch", "local_rank", "pid", "status"}
+    {"event": "standby", "local_rank", "pid", "seconds", "private_mib"}    one is ready
+    {"event": "cleared", "epoch"}       no worker is left, nor anything that one started
+
+`kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
+`script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
+everything when the preloading failed or left threads behind, starts by exec: `how` is
+then `fresh` and `why` says why; else it is `zygote` or `standby`. With `error_log` stderr has a log
+of its own. With `count_steps` the optimizer's steps are the worker's progress, where torch was
+imported. `cpus` are those that the worker and what it starts run on, as 0-3,8; null: all of the
+zygote's.
+`status` is an exit code, or minus a signal's number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elastic_trainer.worker import fresh_process
+from elastic_trainer.worker.children import adopt_orphans, children, kill_children, prctl
+from elastic_trainer.worker.code_path import frozen_path
+from elastic_trainer.worker.cpu_list import parse_cpus
+from elastic_trainer.worker.fresh_process import HELD
+from elastic_trainer.worker.left_to_the_agent import leave_stops_to_the_agent
+from elastic_trainer.worker.no_threads import give_threads_back, no_threads, thread_setters
+from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.worker_answers import answer_when_asked
+
+DEFAULT_PRELOAD = "elastic_trainer.train.main"
+NAME = "holdfast-zygote"
+WORKER_NAME = "holdfast-worker"
+"""Names of the processes, as ps and top show them (15 characters at most)."""
+EXIT_USER_ERROR = 93
+_AHEAD_NICE = 10
+"""Of what is done ahead: a tenth of what the workers get of a CPU that they share with it (the
+kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where CPUs are scarce."""
+
+_READ_BY_IMPORTS = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *(
+        "TORCHDYNAMO_",
+        "TORCHINDUCTOR_",
+        "TORCH_COMPILE_",
+        "TORCH_LOGS",
+        "TORCH_TRACE",
+        "PYTORCH_JIT",
+    ),
+)
+"""Begin the names of variables that torch and its libraries read while they are imported."""
+_LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+"""Read later, or again."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def _name_process(name: str) -> None:
+    prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process `number` when process `parent` ends.
+
+    Exits at once when `parent` is gone already: the kernel's promise holds only for a
+    parent that was alive when it was asked for. The promise survives exec.
+    """
+    if prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    epoch: int
+    local_rank: int
+
+
+@dataclass(slots=True)
+class _Standby:
+    pid: int
+    sock: socket.socket
+    ready: bool = False
+
+
+class Zygote:
+    """Serves one agent, process `parent`, over `sock` until that closes."""
+
+    def __init__(self, sock: socket.socket, preload: str, *, parent: int) -> None:
+        self._sock, self._parent = sock, parent
+        self._preload = preload
+        self._why_fresh: str | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._standbys: dict[int, _Standby] = {}
+        """By local rank."""
+        self._own: set[int] = set()
+        """Children that importing has started."""
+        self._epoch: int | None = None
+        """Of workers that may have left something behind."""
+        self._unread = b""
+        self._ours: dict[str, Any] = {}
+        self._setters: list[Callable[[int], Any]] = []
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Preload, then answer requests until the agent closes its end."""
+        adopt_orphans()  # what workers leave behind comes here to be killed, not to pid 1
+        self._ours = fresh_process.settings()  # what differs later was set by what is imported
+        self._warm_up()
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        while True:
+            warming = {s.sock.fileno(): n for n, s in self._standbys.items() if not s.ready}
+            ready, _, _ = select.select([self._sock.fileno(), self._wake_read, *warming], [], [])
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            for fd in warming.keys() & set(ready):
+                self._hear(warming[fd])
+            self._reap()
+            if self._sock.fileno() in ready and not self._receive():
+                self._kill()
+                while left := children():
+                    kill_children(left)
+                    os.waitpid(-1, 0)  # each leaves its own children here
+                return
+
+    def _warm_up(self) -> None:
+        begin = time.monotonic()
+        gc.disable()  # what is imported stays: looking for garbage in it is a fifth of the time
+        try:
+            if self._preload:
+                with no_threads(os.environ):
+                    importlib.import_module(self._preload)
+        except BaseException as error:  # noqa: BLE001  a fresh worker will say it in its own log
+            self._why_fresh = f"{self._preload}: {type(error).__name__}: {error}"
+        # The kernel's count: threads of native libraries are not in threading.enumerate().
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        if tasks != 1:
+            self._why_fresh = f"importing {self._preload} started {tasks - 1} threads: cannot fork"
+        # Keeps the collector from touching, and so copying, the shared pages. Not collected
+        # before: the holes would be filled, and so copied, by every worker (gc's manual).
+        gc.freeze()
+        gc.enable()
+        self._setters = thread_setters()
+        self._own = children()
+        # Only from here on can it end others before itself; it must do so even if it was stopped.
+        die_with_parent(self._parent, signal.SIGCONT)
+        self._send(
+            event="ready",
+            seconds=round(time.monotonic() - begin, 3),
+            tasks=tasks,
+            error=self._why_fresh,
+        )
+
+    def _receive(self) -> bool:
+        """Serve what has arrived. Returns False when the agent closed its end."""
+        try:
+            chunk = self._sock.recv(1 << 16)
+        except ConnectionResetError:
+            return False
+        if not chunk:
+            return False
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if request["op"] == "start":
+                self._start(request)
+            elif request["op"] == "standby":
+                self._prepare(request)
+            else:
+                assert request["op"] == "kill", request
+                self._kill()
+        return True
+
+    def _start(self, request: dict[str, Any]) -> None:
+        why: str | None
+        if request["kind"] == "command":
+            why = "a command of its own"
+        elif request["fresh"]:
+            why = "asked for"
+        else:
+            why = self._why_fresh
+        pid = None if why is not None else self._hand_over(request)
+        how = "fresh" if why is not None else "zygote" if pid is None else "standby"
+        if pid is None:
+            pid = self._fork(request, fresh=why is not None)
+        self._workers[pid] = _Worker(request["epoch"], request["local_rank"])
+        self._epoch = request["epoch"]
+        self._send(
+            event="started",
+            epoch=request["epoch"],
+            local_rank=request["local_rank"],
+            pid=pid,
+            how=how,
+            why=why,
+        )
+
+    def _fork(
+        self, request: dict[str, Any], *, fresh: bool, link: socket.socket | None = None
+    ) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            links = [standby.sock.fileno() for standby in self._standbys.values()]
+            _become_worker(
+                request,
+                parent=parent,
+                called=self._preload,
+                fresh=fresh,
+                ours=self._ours,
+                setters=self._setters,
+                close=(self._sock.fileno(), self._wake_read, self._wake_write, *links),
+                link=link,
+            )
+        return pid
+
+    def _prepare(self, request: dict[str, Any]) -> None:
+        """Fork a standby, unless workers are started fresh or there is one."""
+        local_rank = request["local_rank"]
+        if self._why_fresh is not None or local_rank in self._standbys:
+            return
+        ours, theirs = socket.socketpair()
+        self._standbys[local_rank] = standby = _Standby(0, ours)  # the child closes our end
+        with theirs:
+            standby.pid = self._fork(request, fresh=False, link=theirs)
+
+    def _hear(self, local_rank: int) -> None:
+        """Pass on that a standby is ready. One that died is reaped elsewhere."""
+        standby = self._standbys[local_rank]
+        if said := standby.sock.recv(1 << 12):
+            standby.ready = True
+            self._send(event="standby", local_rank=local_rank, pid=standby.pid, **json.loads(said))
+        else:
+            self._drop(local_rank)
+
+    def _hand_over(self, request: dict[str, Any]) -> int | None:
+        """Have the standby of a local rank do what is requested; None: there is none ready."""
+        local_rank = request["local_rank"]
+        if local_rank not in self._standbys:
+            return None
+        standby, ready = self._standbys[local_rank], self._standbys[local_rank].ready
+        if ready:
+            try:
+                standby.sock.sendall(json.dumps(request).encode() + b"\n")
+            except OSError:  # it has died
+                ready = False
+        if not ready:
+            self._drop(local_rank)
+            return None
+        standby.sock.close()
+        del self._standbys[local_rank]
+        return standby.pid
+
+    def _drop(self, local_rank: int) -> None:
+        standby = self._standbys.pop(local_rank)
+        standby.sock.close()
+        _kill_with_group(standby.pid)
+
+    def _kill(self) -> None:
+        for pid in self._workers:
+            _kill_with_group(pid)
+
+    def _reap(self) -> None:
+        while (seen := _ended_child()) is not None:
+            worker = self._workers.pop(seen.si_pid, None)
+            if worker is not None:
+                _kill_with_group(seen.si_pid)
+            _, status = os.waitpid(seen.si_pid, 0)
+            self._own.discard(seen.si_pid)
+            for local_rank, standby in list(self._standbys.items()):
+                if standby.pid == seen.si_pid:
+                    self._standbys.pop(local_rank).sock.close()
+            if worker is not None:  # the others are what workers left behind
+                self._send(
+                    event="exited",
+                    epoch=worker.epoch,
+                    local_rank=worker.local_rank,
+                    pid=seen.si_pid,
+                    status=os.waitstatus_to_exitcode(status),
+                )
+        if self._epoch is not None and not self._workers:
+            self._clear(self._epoch)
+
+    def _clear(self, epoch: int) -> None:
+        """Kill what the workers left behind; the death of each brings its own children here."""
+        left = children() - self._own - {standby.pid for standby in self._standbys.values()}
+        kill_children(left)
+        if not left:
+            self._epoch = None
+            self._send(event="cleared", epoch=epoch)
+
+    def _send(self, **message: Any) -> None:
+        # A closed socket shows as end of file on the reading side.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _ended_child() -> os.waitid_result | None:
+    """Return a child that has ended, not reaped: its pid stays ours until its group is gone too."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+
+
+def _kill_with_group(pid: int) -> None:
+    """SIGKILL the process group of worker `pid`, and the worker should it lead none yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _become_worker(
+    request: dict[str, Any],
+    *,
+    parent: int,
+    called: str,
+    fresh: bool,
+    ours: dict[str, Any],
+    setters: list[Callable[[int], Any]],
+    close: tuple[int, ...],
+    link: socket.socket | None = None,
+) -> NoReturn:
+    """Turn this forked child into the worker of `request`. Never returns to the zygote's loop.
+
+    With `link` to the zygote it is a standby first, and `request` the one to prepare.
+    """
+    code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
+    try:
+        die_with_parent(parent)
+        os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in close:
+            os.close(fd)
+        if link is not None:
+            request, how = _stand_by(request, link), "standby"
+            born_mono = time.monotonic()
+        _name_process(WORKER_NAME)  # until it executes another program
+        _redirect(request, how=how)
+        _bind(request.get("cpus"))
+        os.chdir(request["cwd"])
+        os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
+        if request["kind"] == "main":
+            leave_stops_to_the_agent()
+        fresh_process.undo(ours)
+        if request["kind"] == "main":
+            open_files()  # large jobs have many sockets
+        if fresh:
+            fresh_process.let_programs_have_signals()
+            _exec(request)
+        faulthandler.enable()
+        answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
+        if request["kind"] != "main":
+            give_threads_back(setters)
+        code = _run(request, called=called)
+    except SystemExit as error:
+        code = fresh_process.exit_code(error.code)
+    except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
+        traceback.print_exc()
+        _write_error_file(error)
+        user_error = fresh and isinstance(error, FileNotFoundError | PermissionError)
+        code = EXIT_USER_ERROR if user_error else 1
+    finally:
+        fresh_process.flush()
+        if code < 0:
+            fresh_process.die_of(-code)
+        os._exit(code & 0xFF)
+
+
+def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
+    """Rehearse, say so, and wait for the request of an epoch."""
+    begun = time.monotonic()
+    if request["cpus"] is not None:  # threads that the warm-up leaves keep to them too
+        with contextlib.suppress(OSError):  # said when the worker begins
+            os.sched_setaffinity(0, parse_cpus(request["cpus"]))
+    os.chdir(request["cwd"])
+    sys.path[:] = frozen_path(sys.path, os.environ)
+    warm_up = getattr(sys.modules.get(request["target"]), "warm_up", None)
+    if request["kind"] == "main" and warm_up is not None:
+        # In a thread: the priority is one of threads, and only root may raise it again. And what
+        # torch keeps for each thread (meshes, how DTensors are dispatched) is not the worker's.
+        with ThreadPoolExecutor(1, initializer=_yield_the_cpu) as aside:
+            aside.submit(warm_up, {**os.environ, **request["env"]}).result()
+    ready = {"seconds": round(time.monotonic() - begun, 3), "private_mib": _private_mib()}
+    with link, link.makefile("rb") as requests:
+        link.sendall(json.dumps(ready).encode())
+        line = requests.readline()
+    if not line:
+        os._exit(0)  # the zygote has no use for it
+    return dict(json.loads(line))
+
+
+def _yield_the_cpu() -> None:
+    """Lower the priority of the calling thread: the kernel's niceness is that of a thread."""
+    os.nice(_AHEAD_NICE)
+
+
+def _private_mib() -> float | None:
+    """Return the MiB of memory that this process shares with no other; None: the kernel is mute."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return round(sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024)
+
+
+def _redirect(request: dict[str, Any], *, how: str) -> None:
+    """Point the standard streams at the worker's log, appending; input is empty."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for fd, path in ((1, request["log"]), (2, request.get("error_log") or request["log"])):
+        try:
+            log = os.open(path, flags, 0o666)  # the umask decides
+        except OSError as error:
+            # A full or lost disk must not stop training: the agent's own output has to do.
+            sys.stderr.write(f"worker {os.getpid()}: no log: {error}\n")
+            return
+        os.dup2(log, fd)
+        os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.write_through:  # type: ignore[union-attr]  # without -u
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    env = request["env"]
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    sys.stderr.write(
+        f"--- {now} epoch {request['epoch']} rank {env.get('RANK')} "
+        f"local_rank {request['local_rank']} pid {os.getpid()} {how} ---\n"
+    )
+
+
+def _bind(cpus: str | None) -> None:
+    """Run on these CPUs only, and say so in the worker's log."""
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, parse_cpus(cpus))
+        sys.stderr.write(f"--- on CPUs {cpus}, which are near the GPU ---\n")
+    except OSError as error:
+        # Slower at worst: others may have taken CPUs away from the job.
+        sys.stderr.write(f"cannot run on CPUs {cpus}: {error}\n")
+
+
+def _exec(request: dict[str, Any]) -> NoReturn:
+    target, args = request["target"], request["args"]
+    safe = ["-P"] if sys.flags.safe_path else []
+    argv = {
+        "command": [target, *args],
+        "script": [sys.executable, "-u", target, *args],
+        "module": [sys.executable, "-u", "-m", target, *args],
+        "main": [sys.executable, *safe, "-u", "-m", target, *args],
+    }[request["kind"]]
+    sys.stderr.flush()
+    os.execvpe(argv[0], argv, os.environ)  # noqa: S606  an argument list of the job's own
+
+
+def _run(request: dict[str, Any], *, called: str) -> int:
+    target = request["target"]
+    sys.path[:] = frozen_path(sys.path, os.environ)
+    if request["kind"] == "main":
+        sys.argv = [target, *request["args"]]
+        if target != called:
+            importlib.import_module(target)
+        return fresh_process.exit_code(sys.modules[target].main())
+    if request.get("count_steps") and "torch" in sys.modules:
+        _count_steps()
+    if "torch.distributed" in sys.modules:
+        from elastic_trainer.worker.process_groups import keep_process_groups, use_one_thread
+
+        keep_process_groups()
+        use_one_thread()
+    fresh_process.draw_apart()
+    tell = _late_variables_teller() if "torch" in sys.modules else None
+    try:
+        return fresh_process.run_as_main(
+            request["kind"], target, request["args"], failed=_write_error_file
+        )
+    finally:
+        if tell is not None:
+            tell()
+
+
+def _late_variables_teller() -> Callable[..., None]:
+    """Return what says, once, which variables the script has set too late for torch to read.
+
+    An optimizer's first step calls it too: by then they are set, and training is long.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    given, told = dict(os.environ), list[str]()
+
+    def tell(*_: Any) -> None:
+        hook.remove()
+        late = [
+            name
+            for name, value in os.environ.items()
+            if name.startswith(_READ_BY_IMPORTS) and name not in _LEFT_OPEN
+            if given.get(name) != value and name not in told
+        ]
+        told.extend(late)
+        if late:
+            fresh_process.say(
+                f"holdfast: {', '.join(sorted(late))}: set by the script without effect, since "
+                "torch was imported before; set it outside the script, or use --fresh\n"
+            )
+
+    hook = register_optimizer_step_post_hook(tell)
+    return tell
+
+
+def _count_steps() -> None:
+    from elastic_trainer.worker.progress import step_counter
+
+    counter = step_counter()
+    if counter is not None:
+        counter.count_optimizer_steps()
+
+
+def _write_error_file(error: BaseException) -> None:
+    """Write torchelastic's error file, unless the worker did so itself."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or Path(path).exists():
+        return
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    try:
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError as problem:
+        with contextlib.suppress(Exception):  # a script may have closed it
+            sys.stderr.write(f"cannot write {path}: {problem}\n")
+
+
+def become_zygote(
+    sock: socket.socket, *, parent: int, preload: str, env: Mapping[str, str], cwd: str
+) -> NoReturn:
+    """Turn this child, forked from the agent, into its zygote.
+
+    Args:
+        sock: of requests; the agent has the other end.
+        parent: process id of the agent.
+        preload: module to import; empty: none.
+        env: of this process and its workers, in place of the agent's.
+        cwd: working directory.
+    """
+    code = 1
+    try:
+        os.setsid()  # a terminal's Ctrl-C is for the agent
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.environ.clear()
+        os.environ.update(env)
+        _hold_openmp_to(env.get("OMP_NUM_THREADS", ""))
+        _serve(sock, parent=parent, preload=preload, cwd=cwd)
+        code = 0
+    except BaseException:  # noqa: BLE001  the last frame: what is not written here is lost
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _hold_openmp_to(threads: str) -> None:
+    """Tell torch, which may have been loaded before the variable was set, and reads it then."""
+    if (torch := sys.modules.get("torch")) is not None and threads.isdigit():
+        torch.set_num_threads(int(threads))
+
+
+def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
+    die_with_parent(parent)
+    _close_all_but({0, 1, 2, sock.fileno()})
+    _name_process(NAME)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # sent to a whole step: the agent decides
+    os.chdir(cwd)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # of the agent; a script has its own folder there
+    Zygote(sock, preload, parent=parent).serve()
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """Close what the agent was started with: a pipe that a worker holds open has no end."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(int(name))
+
+
+def main() -> int:
+    """Serve the agent that started this process: `FD AGENT_PID PRELOAD CWD STARTED`."""
+    fd, parent, preload, cwd, started = sys.argv[1:]
+    fresh_process.take_over(started)
+    os.set_inheritable(int(fd), False)
+    with socket.socket(fileno=int(fd)) as sock:
+        _serve(sock, parent=int(parent), preload=preload, cwd=cwd)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The machines: their ledger, checks and drains."""

@@ -1,0 +1,236 @@
+"""`holdfast nodes` without the command line: the fleet's ledger beside what the platform says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.plan.gpus import uuids_in
+from launcher.fleet.ledger import Fleet, writer
+from launcher.fleet.preflight.checks import Expected, NodeReport
+from launcher.fleet.preflight.nodes import Preflight, Where
+from launcher.platforms.base import Backend, Machine, Machines
+from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
+from launcher.spec.errors import UserError
+
+CHECK_S = 300.0
+"""A node's check may take so long, with its wait in the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A machine, and what is held against it by whom."""
+
+    machine: str
+    standing: Standing | None
+    platform: Machine | None
+    """None: the platform has no such machine, or was not asked."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        held = self.standing
+        return {
+            "machine": self.machine,
+            "out": held is not None and held.is_out,
+            "strikes": 0 if held is None else len(held.strikes),
+            "reason": "" if held is None else held.reason,
+            "by": held.out.by if held is not None and held.out is not None else "",
+            "until_unix": None if held is None else held.until_unix,
+            "gpus": [] if held is None else list(held.gpus),
+            "platform": "" if self.platform is None else self.platform.closed,
+            "rack": "" if self.platform is None else self.platform.rack,
+        }
+
+
+def machines_of(backend: Backend) -> Machines:
+    """Return the backend as one whose machines can be named.
+
+    Raises:
+        UserError: HF693 its machines are not named.
+    """
+    if not isinstance(backend, Machines):
+        raise UserError("HF693", f"{backend.name} has no machines by name; use --to slurm")
+    return backend
+
+
+def listed(fleet: Fleet, machines: Sequence[Machine], now_unix: float) -> list[Row]:
+    """Return the machines that ledger or platform hold something against, by name."""
+    held = standings(fleet.entries(), now_unix)
+    there = {machine.name: machine for machine in machines}
+    names = held.keys() | {machine.name for machine in machines if machine.closed}
+    return [
+        Row(machine=name, standing=held.get(name), platform=there.get(name))
+        for name in sorted(names)
+    ]
+
+
+def exclude(
+    fleet: Fleet, names: Sequence[str], *, reason: str, for_s: float | None, now_unix: float
+) -> list[Entry]:
+    """Put machines out, for `for_s` seconds or until they are released.
+
+    Raises:
+        UserError: HF690 the ledger cannot be written.
+    """
+    until = None if for_s is None else now_unix + for_s
+    targets = ((name, "") for name in names)
+    return _added(fleet, targets, Verdict.OUT, reason=reason, until_unix=until, now_unix=now_unix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check of machines has found."""
+
+    failed: Mapping[str, str]
+    """Machine -> what is wrong there."""
+    gpus: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Machine -> UUIDs of the GPUs that answer there."""
+
+
+def release(
+    fleet: Fleet,
+    names: Sequence[str],
+    *,
+    check: Callable[[Sequence[str]], Checked] | None,
+    reason: str,
+    now_unix: float,
+) -> list[Entry]:
+    """Let jobs use machines again, and with them the GPUs that a check has seen there.
+
+    Args:
+        fleet: the ledger.
+        names: machines; or UUIDs of GPUs, which are released on the machine that had them last.
+        check: of machines; None: they are not checked, and what is held against their GPUs stays:
+            these may be elsewhere by now.
+        reason: for the record.
+        now_unix: the time.
+
+    Raises:
+        UserError: HF692 one fails its check, and none is released; HF691 nothing is held against a
+            GPU; HF690.
+    """
+    held = held_against_gpus(fleet.entries(), now_unix)
+    if unknown := [name for name in names if uuids_in(name) and name not in held]:
+        raise UserError("HF691", f"nothing is held against {unknown[0]}; see holdfast nodes list")
+    gpus = [(held[name].machine, name) for name in names if uuids_in(name)]
+    machines = [name for name in names if not uuids_in(name)]
+    if check is not None:
+        checked = check(list(dict.fromkeys([*machines, *(machine for machine, _ in gpus)])))
+        if checked.failed:
+            said = (f"{name}: {words}" for name, words in sorted(checked.failed.items()))
+            raise UserError("HF692", "; ".join(said))
+        gpus += [
+            (name, gpu)
+            for name in machines
+            for gpu in sorted(checked.gpus.get(name, ()))
+            if gpu in held
+        ]
+    targets = [*((machine, "") for machine in machines), *gpus]
+    return _added(fleet, targets, Verdict.RELEASE, reason=reason, now_unix=now_unix)
+
+
+def _added(
+    fleet: Fleet,
+    targets: Iterable[tuple[str, str]],
+    verdict: Verdict,
+    *,
+    reason: str,
+    now_unix: float,
+    until_unix: float | None = None,
+) -> list[Entry]:
+    """Add an operator's entries; `targets` are machines, each with a GPU or none."""
+    entries = [
+        Entry(
+            t_unix=now_unix,
+            machine=machine,
+            verdict=verdict,
+            source="operator",
+            reason=reason,
+            by=writer(),
+            until_unix=until_unix,
+            gpu=gpu,
+        )
+        for machine, gpu in targets
+    ]
+    fleet.add(*entries)
+    return entries
+
+
+def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
+    """Run `holdfast preflight` on machines.
+
+    Raises:
+        UserError: HF692 there is no check on this platform.
+        UserError: HF661 Slurm does not know them, and others of preflight.
+        PlatformError: Slurm is away.
+    """
+    if target != "slurm":
+        raise UserError("HF692", f"there is no check on {target}; check them, then use --force")
+    where = Where(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
+    round_ = Preflight(where=where, folder=folder, say=lambda _: None)
+    expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
+    reports = round_.run(expected, names=(), skip=("storage",), timeout_s=CHECK_S)
+    failed = {report.node: _said(report) for report in reports if report.level == "fail"}
+    if not failed:
+        round_.tidy()
+    return Checked(failed=failed, gpus={report.node: _seen(report) for report in reports})
+
+
+def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
+    """Put out machines that preflight found unfit, if fewer than half are; return the entries.
+
+    What more of them have in common is no machine's fault. One that has not answered in time may
+    only have been busy.
+
+    Raises:
+        UserError: HF690 the ledger cannot be written.
+    """
+    failed = [report for report in reports if report.level == "fail" and report.findings]
+    if 2 * len(failed) >= len(reports):
+        return []
+    entries = [
+        Entry(
+            t_unix=now_unix,
+            machine=report.node,
+            verdict=Verdict.OUT,
+            source="preflight",
+            reason=f"preflight: {said}",
+            by=writer(),
+            gpu=gpu,
+        )
+        for report in failed
+        for gpu, said in _by_gpu(report).items()
+    ]
+    fleet.add(*entries)
+    return entries
+
+
+def note_moved(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
+    """Hold against machines what is held against GPUs that have come to them; return the entries.
+
+    Raises:
+        UserError: HF690 the ledger cannot be read or written.
+    """
+    return fleet.note_gpus(
+        {gpu: (report.node, now_unix) for report in reports for gpu in _seen(report)}
+    )
+
+
+def _seen(report: NodeReport) -> set[str]:
+    return {gpu for finding in report.findings for gpu in finding.seen}
+
+
+def _by_gpu(report: NodeReport) -> dict[str, str]:
+    """Return what fails, by UUID of the GPU; that of the node itself has none."""
+    found: dict[str, list[str]] = {}
+    for each in report.findings:
+        for gpu in (each.gpus or ("",)) if each.level == "fail" else ():
+            found.setdefault(gpu, []).append(f"{each.check}: {each.text}")
+    return {gpu: "; ".join(said) for gpu, said in found.items()}
+
+
+def _said(report: NodeReport) -> str:
+    said = [f"{each.check}: {each.text}" for each in report.findings if each.level == "fail"]
+    return "; ".join(said) or report.problem

@@ -1,0 +1,369 @@
+"""`holdfast run` without the command line: prepare a run, execute it, sum it up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+    Kind,
+)
+from launcher.doctor.why import Why, explain
+from launcher.local.faults import Chaos, Fault, parse_chaos, parse_faults
+from launcher.local.run import Interrupts, LocalRun
+from launcher.plan.search import plan
+from launcher.platforms.background import SUMMARY
+from launcher.platforms.base import JobId, JobRef, JobStatus
+from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
+from launcher.platforms.installed import need
+from launcher.platforms.local import LocalCluster
+from launcher.record import stop_request
+from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.status import TrainingStatus
+from launcher.record.summary import summarise
+from launcher.render.bundle import JOB_FILE
+from launcher.render.local import job_file, to_train_config
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.checkpoints.start_from import corpus_pin, start_from
+from launcher.runs.live import live_problems
+from launcher.runs.permissions import check_run_dir
+from launcher.runs.runs import Run
+from launcher.runs.summary_file import audit_ledger, write_summary
+from launcher.runs.views import View
+from launcher.runs.watching.run_status import RunStatus
+from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
+
+MAX_NODES = 64
+"""More emulated nodes than this would only fight over the cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is ready to start; its directory exists."""
+
+    run_dir: Path
+    rendered: TrainConfig
+    """As rendered, with the whole ladder."""
+    narrowed: TrainConfig
+    """With the rungs that this attempt's nodes can run."""
+    num_nodes: int
+    faults: tuple[Fault, ...]
+    chaos: Chaos | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptResult:
+    """How one attempt ended."""
+
+    run_dir: Path
+    config: TrainConfig
+    code: int
+    """The job's exit code; EXIT_INTERRUPTED: interrupted before the agents could save."""
+    interrupted: bool
+    """The user asked for the end, and it came before the last step was done."""
+    why: Why
+    summary: dict[str, Any]
+    events: list[Event]
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether it failed by a user error: the same run would fail again."""
+        kind = self.why.failure["kind"] if self.why.failure else Kind.USER_ERROR
+        return self.code == EXIT_DO_NOT_RESTART and kind == Kind.USER_ERROR
+
+
+def prepare_new(
+    job: Path,
+    *,
+    nodes: int | None,
+    faults: Sequence[str],
+    chaos: str | None = None,
+    sets: Sequence[str],
+    run_dir: Path | None,
+    stamp: str,
+    start: str | None = None,
+) -> Prepared:
+    """Read, plan and render `job` into a new run directory.
+
+    Args:
+        job: path of the job file.
+        nodes: nodes to emulate; None: those of the job.
+        faults: arguments of `--fault`.
+        chaos: argument of `--chaos`.
+        sets: arguments of `--set`.
+        run_dir: None: `./runs/<name>-<stamp>`.
+        stamp: local time as text, to name the run.
+        start: `RUN[@STEP]`, the checkpoint of another run to start from.
+
+    Raises:
+        UserError: anything wrong with the above; nothing is left behind.
+    """
+    spec = load_spec(job, sets)
+    if spec.device != "cpu":
+        raise UserError(
+            "HF205",
+            f"cluster.gpu: {spec.cluster.gpu} nodes cannot be emulated on this machine; "
+            "use gpu: cpu (as in --set cluster.gpu=cpu), or submit the job to a real cluster",
+        )
+    folder = job.absolute().parent
+    problems = live_problems(spec, folder)
+    if problems:
+        raise UserError.many(problems)
+    run_id = f"{spec.name}-{stamp}"
+    directory = (run_dir or Path("runs") / run_id).absolute()
+    planned = plan(spec)
+    rendered = to_train_config(spec, planned, run_id=run_id, run_dir=directory, base_dir=folder)
+    pin: dict[str, str] = {}
+    if start is not None:
+        rendered = start_from(rendered, start, spec)
+        assert rendered.start_from is not None
+        pin = corpus_pin(rendered.start_from)
+    bundle = {run_dirs.JOB_JSON: rendered.to_json(), JOB_FILE: job_file(spec, folder), **pin}
+    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
+    existed = directory.exists()
+    refuse_foreign(rendered)
+    try:
+        run_dirs.create(directory, bundle)
+        run_dirs.check_storage(directory)
+        run_dirs.check_checkpoint_dir(rendered)
+    except UserError:
+        if not existed:  # it holds nothing but what was just rendered
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return prepared
+
+
+def prepare_resume(
+    run_dir: Path, *, nodes: int | None, faults: Sequence[str], chaos: str | None = None
+) -> Prepared | None:
+    """Return the next attempt of an earlier run; None: it has done its last step.
+
+    Raises:
+        UserError: no run directory, a live job on it, too few nodes, a wrong fault.
+    """
+    directory = run_dir.absolute()
+    rendered = run_dirs.load(directory)
+    check_run_dir(directory)
+    run_dirs.check_storage(directory)
+    run_dirs.refuse_if_live(directory)
+    record = RunRecord(directory)
+    if any(_is_end(event) for event in record.poll()):
+        return None
+    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
+    check_data(rendered)
+    run_dirs.check_checkpoint_dir(rendered)
+    stop_request.withdraw(directory)
+    return prepared
+
+
+def _prepared(
+    directory: Path,
+    rendered: TrainConfig,
+    *,
+    nodes: int | None,
+    faults: Sequence[str],
+    chaos: str | None,
+) -> Prepared:
+    """Return the attempt that the options ask for; nothing is made.
+
+    Raises:
+        UserError: HF632 torch is not here; too few nodes, a wrong fault.
+    """
+    need("a run on this machine", "torch", extra="train")
+    num_nodes = nodes or rendered.ladder.max_nodes
+    narrowed = _narrowed(rendered, num_nodes)
+    return Prepared(
+        run_dir=directory,
+        rendered=rendered,
+        narrowed=narrowed,
+        num_nodes=num_nodes,
+        faults=_faults(narrowed, num_nodes, faults),
+        chaos=None if chaos is None else parse_chaos(chaos),
+    )
+
+
+def _is_end(event: Event) -> bool:
+    """Return whether `event` says that the run has done all there is to do."""
+    stopped = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
+    return stopped or event.event == "trainer.finished"
+
+
+def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> AttemptResult:
+    """Run one attempt to its end, and write summary.json. Leaves no process behind.
+
+    Raises:
+        UserError: another launcher runs this run directory.
+        PermanentError: agents cannot be started.
+    """
+    directory, config = prepared.run_dir, prepared.narrowed
+    job_id = JobId(f"local-{os.getpid()}-{os.urandom(3).hex()}")
+    with ExitStack() as stack:
+        stack.enter_context(run_dirs.LiveMark(directory, job_id))
+        attempt = run_dirs.write_attempt(directory, prepared.rendered, config)
+        cluster = stack.enter_context(
+            LocalCluster(
+                directory,
+                run_id=config.run_id,
+                job_id=job_id,
+                attempt=attempt,
+                num_nodes=prepared.num_nodes,
+            )
+        )
+        log = LauncherLog(directory, f"launcher-{attempt}")
+        record, progress = RunRecord(directory), TrainingStatus(config)
+        progress.num_nodes = prepared.num_nodes
+        running = LocalRun(
+            cluster=cluster,
+            record=record,
+            log=log,
+            progress=progress,
+            view=stack.enter_context(view),
+            faults=prepared.faults,
+            chaos=prepared.chaos,
+            interrupts=interrupts,
+        )
+        running.run()
+        codes = cluster.codes()
+        code = job_code(codes, record.events)
+        interrupted = interrupts.count > 0 and code != EXIT_DONE
+        if interrupted and code == EXIT_LOST:  # agents were killed, or had not begun to listen
+            code = EXIT_INTERRUPTED
+        log.emit("run.ended", code=code)
+        progress.apply(record.poll())
+    summary = summarise(
+        record.events, config=config, audit=audit_ledger(directory, config), code=code
+    )
+    write_summary(directory, summary)
+    status = RunStatus(
+        run=Run(path=directory, submission=None, shown=str(directory)),
+        target="local",
+        job=JobRef(id=job_id),
+        platform=JobStatus(state=state_of(code), code=code),
+        training=progress,
+    )
+    logs = directory / "logs" / str(attempt)
+    failed = [logs / node / "agent.log" for node, ended in sorted(codes.items()) if ended]
+    return AttemptResult(
+        run_dir=directory,
+        config=config,
+        code=code,
+        interrupted=interrupted,
+        why=explain(status, [path for path in failed if path.is_file()], now_unix=time.time()),
+        summary=summary,
+        events=record.events,
+    )
+
+
+def job_code(codes: Mapping[str, int], events: Sequence[Event]) -> int:
+    """Return the job's exit code.
+
+    One agent that ended with 0 has seen the last step done. Else the agents'
+    word (`job.stopped`), else the gravest of their codes, else EXIT_LOST.
+
+    Args:
+        codes: exit codes of the agents that ended by themselves, by node.
+        events: the record; the newest attempt counts.
+    """
+    if EXIT_DONE in codes.values():
+        return EXIT_DONE
+    for event in takewhile(lambda e: e.event != "run.started", reversed(events)):
+        if event.event == "job.stopped" and isinstance(event.fields.get("code"), int):
+            return int(event.fields["code"])
+    known = (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP, EXIT_TOO_FEW_NODES, EXIT_SAVED)
+    return next((code for code in known if code in codes.values()), EXIT_LOST)
+
+
+def start_step(config: TrainConfig) -> int:
+    """Return the step whose state the run began with; 0 for initial values."""
+    return config.start_from.step if config.start_from else 0
+
+
+def check_data(config: TrainConfig) -> None:
+    """Check that the corpus and the tokenizer of an earlier run are still there.
+
+    Raises:
+        UserError: HF201 one is not.
+    """
+    places = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    if config.validation is not None:
+        places["validation.path"] = config.validation.path
+    for key, name in places.items():
+        if name != "bytes" and not Path(name).exists():
+            raise UserError("HF201", f"{key}: {name} does not exist any more; put it back")
+
+
+def closing_lines(result: AttemptResult) -> str:
+    """Return what a finished run says last."""
+    summary = result.summary
+    loss, goodput = summary["final_loss"], summary["goodput"]
+    what = counted(summary["steps"], "step")
+    if summary["start_step"]:
+        what = f"steps {summary['start_step'] + 1} to {summary['steps']}"
+    parts = [f"finished: {what} in {summary['wall_s']:.1f} s"]
+    if loss is not None:
+        parts.append(f"final loss {loss:.4f}")
+    if goodput is not None:
+        parts.append(f"goodput {goodput:.0%}")
+    failures = len(summary["failures"])
+    if failures:
+        parts.append(f"{counted(failures, 'failure')} survived")
+    redone, shown = summary["committed_steps_redone"], summary["steps_redone"]
+    lines = [
+        f"warning: epoch {fall['epoch']} had to go back from step {fall['committed']}, which was "
+        f"committed, to step {fall['back_to']} ({fall['source']})"
+        for fall in summary["fallbacks"]
+    ]
+    wanted = result.config.elastic.from_scratch
+    lines += [
+        f"epoch {each['epoch']} began from scratch after step {each['newest']}, as the job allows"
+        if wanted
+        else f"warning: epoch {each['epoch']} began from scratch after step {each['newest']}: the "
+        "script does not resume from its checkpoint (docs/scripts.md)"
+        for each in summary["from_scratch"]
+    ]
+    if not summary["steps"]:
+        lines.append("note: no step was shown")
+    if redone:
+        parts.append(f"{counted(redone, 'committed step')} redone")
+    elif shown and result.summary["committed_steps_redone"] is None:
+        parts.append(f"{counted(shown, 'step')} redone")
+    return (
+        "".join(f"{line}\n" for line in lines)
+        + ", ".join(parts)
+        + f"\nsummary: {result.run_dir / SUMMARY}\npicture: holdfast report {result.run_dir}"
+    )
+
+
+def _narrowed(rendered: TrainConfig, num_nodes: int) -> TrainConfig:
+    if num_nodes > MAX_NODES:
+        raise UserError(
+            "HF614", f"--nodes {num_nodes}: at most {MAX_NODES} nodes are emulated on one machine"
+        )
+    return run_dirs.narrow(rendered, num_nodes)
+
+
+def _faults(config: TrainConfig, num_nodes: int, texts: Sequence[str]) -> tuple[Fault, ...]:
+    return parse_faults(
+        texts,
+        num_nodes=num_nodes,
+        num_workers=config.ladder.rungs[0].layout.world_size,
+        steps=config.train.steps,
+        start_step=start_step(config),
+    )

@@ -1,0 +1,187 @@
+"""A plan in words and in JSON. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import Plugin
+from elastic_trainer.plan.quantities import counted, scaled
+from launcher.plan.search import Plan
+from launcher.plan.snapshots import snapshot_line
+from launcher.spec.hardware import device_memory_gib
+from launcher.spec.memory import GIB
+from launcher.spec.spec import JobSpec
+
+HEAD: Final = 8
+"""Lines shown at either end of a long list."""
+
+
+def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[str]:
+    """Return model (or command), layout, batch and ladder, a line each."""
+    rung = rung or plan.ladder.rungs[0]
+    layout, cluster, train = rung.layout, spec.cluster, spec.train
+    tokens = train.global_batch * train.seq_len
+    rungs = plan.ladder.rungs
+    unit = "workers" if spec.device == "cpu" else "GPUs"
+    hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
+    spares = f", {cluster.spares} more as spares" if cluster.spares else ""
+    nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
+    shape = spec.shape
+    active = f", {short(shape.active_params())} a token" if shape.num_experts > 1 else ""
+    lines = [
+        f"model    {spec.model_name}, {short(shape.num_params())} parameters{active}",
+        f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}",
+        f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
+        (
+            f"batch    {sequences} x {train.seq_len:,} = {short(tokens)} "
+            f"tokens a step; {rung.micro_batches} micro-batches per dp rank"
+        ),
+        f"steps    {train.steps:,} = {short(tokens * train.steps)} tokens",
+        (
+            f"ladder   {counted(len(rungs), 'layout')}, "
+            f"{plan.ladder.max_nodes:,} to {counted(plan.ladder.min_nodes, 'node')}"
+        ),
+        *_gpu_lines(spec, rung),
+        snapshot_line(plan.snapshots),
+    ]
+    if spec.command is None:
+        return lines
+    # Model and batch are the script's business.
+    head = [f"command  {shlex.join(spec.command)}", *lines[1:3]]
+    least = rungs[-1]
+    if len(rungs) == 1:
+        fixed = f"{counted(least.num_nodes, 'node')}, fixed: a lost node is replaced or waited for"
+        opt_in = "" if spec.elastic.min_nodes else " (elastic.min_nodes lets the job shrink)"
+        return [*head, f"ladder   {fixed}{opt_in}"]
+    share = least.layout.dp / rungs[0].layout.dp
+    batch = (
+        f"the script's: falls to {share:.0%} with {least.num_nodes:,} of {rungs[0].num_nodes:,} "
+        "nodes unless the script adapts, as by {dp} in its arguments or HoldfastCallback"
+    )
+    return [*head, lines[-2], f"batch    {batch}"]
+
+
+def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
+    """Return what the fullest GPU is predicted to need, or why nobody can say; of a CPU nothing."""
+    memory = spec.facts.memory_gib
+    if isinstance(spec.shape, Plugin) and device_memory_gib(spec.cluster.gpu) is not None:
+        return [f"gpu      memory not predicted: only {spec.shape.plugin} knows what it keeps"]
+    if memory is None:
+        return []
+    found = spec.facts.rank_bytes(rung.layout)
+    once = {"gradients": " (no_sync)"} if rung.no_sync else {}
+    items = ", ".join(
+        f"{name} {size / GIB:.1f}{once.get(name, '')}"
+        for name, size in found.items().items()
+        if size >= GIB / 20
+    )
+    return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB: {items}"]
+
+
+def short(count: float) -> str:
+    """Return 8030261248 as `8.03 B`."""
+    return scaled(count, ("", "K", "M", "B", "T"), 1000)
+
+
+def placement_lines(rung: Rung, gpus_per_node: int, *, show_all: bool = False) -> list[str]:
+    """Return which coordinates each node holds; neighbours alike are listed together."""
+    layout = rung.layout
+    lines = []
+    for node in range(rung.num_nodes):
+        first = node * gpus_per_node
+        ranks = f"{first}-{first + gpus_per_node - 1}" if gpus_per_node > 1 else f"{first}"
+        lines.append(f"node {node:<5} ranks {ranks:<13} {_extent(layout, first, gpus_per_node)}")
+    return lines if show_all else ends(lines, "nodes")
+
+
+def _extent(layout: ParallelLayout, first: int, count: int) -> str:
+    """Return `dp 0, pp 3, cp 0-1, tp 0-7` for `count` consecutive ranks."""
+    corners = [layout.coordinate(rank) for rank in range(first, first + count)]
+    parts = [
+        f"{axis} {spans({corner[axis] for corner in corners})}"
+        for axis in reversed(layout.order)
+        if getattr(layout, axis) > 1
+    ]
+    return ", ".join(parts) or "all"
+
+
+def spans(numbers: set[int]) -> str:
+    """Return {0, 1, 2, 5} as `0-2,5`."""
+    out = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        out.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ",".join(out)
+
+
+def ladder_lines(
+    ladder: Ladder, num_micro_batches: int | None, *, show_all: bool = False
+) -> list[str]:
+    """Return the ladder as a table, shortened in the middle unless `show_all`.
+
+    `num_micro_batches` None: only a script knows of batches.
+    """
+    width = max(len("layout"), *(len(rung.layout.label) for rung in ladder.rungs))
+    memory = f"{'GiB':>5}  " if ladder.rungs[0].memory_gib is not None else ""
+    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  {memory}idle places"
+    rows = []
+    if num_micro_batches is None:
+        rows = [f"{rung.num_nodes:>7,}  {rung.layout.label}" for rung in ladder.rungs]
+        return [f"{'nodes':>7}  layout", *(rows if show_all else ends(rows, "layouts"))]
+    for rung in ladder.rungs:
+        places = rung.micro_batches * rung.layout.dp
+        idle = places - num_micro_batches
+        share = f"{idle} of {places}" if idle else "-"
+        nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout.label:<{width}}"
+        memory = f"{rung.memory_gib:>5.1f}  " if rung.memory_gib is not None else ""
+        rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {memory}{share}")
+    return [head, *(rows if show_all else ends(rows, "layouts"))]
+
+
+def ends(lines: Sequence[str], what: str) -> list[str]:
+    """Return the first and last lines of a long list, and how many lie between."""
+    if len(lines) <= 2 * HEAD + 1:
+        return list(lines)
+    between = len(lines) - 2 * HEAD
+    return [*lines[:HEAD], f"... {between:,} more {what} (--all shows them)", *lines[-HEAD:]]
+
+
+def rung_dict(rung: Rung) -> dict[str, Any]:
+    """Return one rung as plain JSON types."""
+    return {
+        "num_nodes": rung.num_nodes,
+        "layout": rung.layout.to_dict(),
+        "text": str(rung.layout),
+        "micro_batches": rung.micro_batches,
+        "memory_gib": rung.memory_gib,
+        "no_sync": rung.no_sync,
+    }
+
+
+def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain JSON types, as `--json` prints it."""
+    layout = plan.ladder.rungs[0].layout
+    return {
+        "name": spec.name,
+        "model": {
+            "name": spec.model_name,
+            "num_params": spec.shape.num_params(),
+            "active_params": spec.shape.active_params(),
+        },
+        "layout": layout.to_dict(),
+        "text": str(layout),
+        "world_size": layout.world_size,
+        "num_nodes": spec.cluster.nodes,
+        "gpus_per_node": spec.cluster.gpus_per_node,
+        "global_batch": spec.train.global_batch,
+        "command": None if spec.command is None else list(spec.command),
+        "ladder": [rung_dict(rung) for rung in plan.ladder.rungs],
+        "snapshots": dataclasses.asdict(plan.snapshots),
+        "warnings": [warning.to_dict() for warning in plan.warnings],
+    }

@@ -1,0 +1,286 @@
+"""Runs on this machine, seen like submitted ones: a launcher of its own in the background.
+
+`holdfast run --resume RUN` is the job. It says in RUN/launcher.json that it lives, and in
+RUN/summary.json how it ended, so runs that the user started by hand are seen alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.platforms.exit_codes import state_of
+from launcher.platforms.processes import start_ticks
+from launcher.platforms.retries import polled
+from launcher.record.atomic_file import read_json
+from launcher.spec.errors import PermanentError, Problem, UserError
+
+_Seen = TypeVar("_Seen")
+
+MARK: Final = "launcher.json"
+"""Of a launcher that lives: its job, process and machine."""
+SUMMARY: Final = "summary.json"
+NEVER_STARTED: Final = "never started"
+"""Reason of a run that no launcher has started, as a wrapped job's."""
+LOG: Final = "launcher.log"
+"""In RUN/logs: what a launcher in the background says."""
+_START_S: Final = 30.0
+_END_S: Final = 15.0
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What RUN/launcher.json says."""
+
+    job: str
+    pid: int
+    started: int | None
+    """Clock ticks since boot: a process id alone may have been given away since."""
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was put on this machine, so that we can see its process."""
+        return self.host == socket.gethostname()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process runs; only meaningful on its machine."""
+        _ended(self.pid)  # our own child is a zombie until somebody asks
+        return self.started is not None and start_ticks(self.pid) == self.started
+
+
+def read_mark(run_dir: Path) -> Mark | None:
+    """Return the mark of `run_dir`; None: there is none that can be read."""
+    raw = read_json(run_dir / MARK)
+    try:
+        return Mark(str(raw["job"]), int(raw["pid"]), raw["started"], str(raw["host"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class BackgroundBackend:
+    """Starts `holdfast run` in the background and watches it.
+
+    Args:
+        sleep: waits.
+        mono: monotonic seconds.
+        wall: Unix seconds.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        mono: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._asked: set[str] = set()
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Return nothing: `live_problems` has looked at this machine."""
+        del files, without
+        return []
+
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Return nothing: this machine takes what it is given."""
+        del files
+        return []
+
+    def submit(
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
+    ) -> JobRef:
+        """Start a launcher for `run_dir` that outlives this process.
+
+        Raises:
+            UserError: HF205 the job needs GPUs; it is an array.
+            PermanentError: it ended at once; with what it said.
+        """
+        del without  # all nodes are this machine
+        _refuse_what_cannot_run(files)
+        assert tasks is None, "there are no arrays here"
+        log = run_dir / "logs" / LOG
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
+        pid = _spawn(argv, {**os.environ, "PYTHONPATH": _python_path()}, log)
+
+        def has_begun() -> bool:
+            mark = read_mark(run_dir)
+            if mark is not None and mark.pid == pid:
+                return True
+            code = _ended(pid)
+            if code:
+                said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+                raise PermanentError(f"the launcher ended at once: {said}")
+            return code == 0  # it had nothing to do
+
+        # Not in time: a slow machine, of which status will tell.
+        self._polled(has_begun, bool, for_s=_START_S)
+        return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
+
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return `run_dir`: the nodes are on this machine."""
+        del files
+        return str(run_dir)
+
+    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
+        """Return that they are there."""
+        del files
+        return False
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return `job`: there are no arrays here."""
+        del index, run_dir
+        return job
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each stands, by its files and the table of processes."""
+        return {job: _status(Path(job.run_dir)) for job in jobs}
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Interrupt the launcher, as Ctrl-C does, once; False: it does not run."""
+        if job.run_dir in self._asked:  # a second one would mean: at once
+            return True
+        self._asked.add(job.run_dir)
+        return _interrupt(Path(job.run_dir))
+
+    def cancel(self, job: JobRef) -> None:
+        """Interrupt it twice; kill it when that does not help. Its agents die with it.
+
+        Raises:
+            PermanentError: it runs on another machine.
+        """
+        run_dir = Path(job.run_dir)
+        for _ in range(2):
+            if not _interrupt(run_dir):
+                return
+            self._sleep(0.2)  # two at once would be one
+
+        def living() -> Mark | None:
+            mark = read_mark(run_dir)
+            return mark if mark is not None and mark.lives else None
+
+        mark = self._polled(living, lambda mark: mark is None, for_s=_END_S)
+        if mark is not None:
+            os.kill(mark.pid, signal.SIGKILL)
+
+    def _polled(
+        self, look: Callable[[], _Seen], until: Callable[[_Seen], bool], *, for_s: float
+    ) -> _Seen:
+        return polled(look, until, for_s=for_s, every_s=_POLL_S, sleep=self._sleep, mono=self._mono)
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the log of launchers in the background."""
+        return [path for path in [Path(job.run_dir) / "logs" / LOG] if path.is_file()]
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return the launcher's mark."""
+        return {key: str(value) for key, value in read_json(Path(job.run_dir) / MARK).items()}
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return nothing: all there is to tell is in the run's own events."""
+        del job
+        return []
+
+    def fetch(self, job: JobRef) -> None:
+        """Do nothing: what the run has written is there."""
+
+
+def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
+    job = json.loads(files["job.json"])
+    if job.get("device") != "cpu":
+        raise UserError(
+            "HF205",
+            "nodes with GPUs cannot be emulated on this machine; use cluster.gpu: cpu (as in "
+            "--set cluster.gpu=cpu), or submit the job to a real cluster",
+        )
+
+
+def _spawn(argv: list[str], env: Mapping[str, str], log: Path) -> int:
+    """Start a process in a session of its own, for Ctrl-C here is not meant for it."""
+    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
+        actions = [
+            (os.POSIX_SPAWN_DUP2, nothing.fileno(), 0),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+        ]
+        return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsid=True)
+
+
+def _ended(pid: int) -> int | None:
+    """Return the exit code of a child that has ended; None: it runs, or is no child of ours."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _status(run_dir: Path) -> JobStatus:
+    mark = read_mark(run_dir)
+    if mark is not None and not mark.is_here:
+        return JobStatus(
+            state=JobState.UNKNOWN,
+            reason=f"on {mark.host}",
+            words=f"its launcher runs, or ran, on {mark.host}; ask there",
+        )
+    if mark is not None and mark.lives:
+        return JobStatus(state=JobState.RUNNING, nodes=(mark.host,), source="process table")
+    code = read_json(run_dir / SUMMARY).get("code")
+    if mark is None and isinstance(code, int):
+        return JobStatus(state=state_of(code), code=code, source=SUMMARY)
+    if mark is not None:
+        return JobStatus(
+            state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"
+        )
+    return JobStatus(
+        state=JobState.UNKNOWN, reason=NEVER_STARTED, words="it was never started from here"
+    )
+
+
+def _interrupt(run_dir: Path) -> bool:
+    """Send SIGINT to the launcher; return False where none lives.
+
+    Raises:
+        PermanentError: it runs on another machine, or belongs to another user.
+    """
+    mark = read_mark(run_dir)
+    if mark is None:
+        return False
+    if not mark.is_here:
+        raise PermanentError(f"{run_dir} runs on {mark.host}: cancel it there")
+    if not mark.lives:
+        return False
+    try:
+        os.kill(mark.pid, signal.SIGINT)
+    except ProcessLookupError:
+        return False
+    except PermissionError as error:
+        raise PermanentError(f"process {mark.pid} of {run_dir} is another user's") from error
+    return True
+
+
+def _python_path() -> str:
+    """Let the launcher import the packages this one runs from, also from a checkout."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

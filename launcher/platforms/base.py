@@ -1,0 +1,264 @@
+"""What a platform must offer to run a job: the Backend protocol.
+
+Commands (`submit`, `status`, `list`, `logs`, `why`, `cancel`, `describe`) speak to
+platforms through this alone, so that they mean the same on each. Everything that is
+about the training itself (steps, losses, checkpoints) is in the run directory.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NewType, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import threading
+    from contextlib import AbstractContextManager
+
+    from elastic_trainer.board.kubernetes_board import Server
+    from launcher.platforms.commands import Answer
+    from launcher.spec.errors import Problem
+
+JobId = NewType("JobId", str)
+"""The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
+
+NO_SUCH_JOB = "no such job"
+"""`JobStatus.reason` where the platform answers, and does not know the job (any more)."""
+
+
+class JobState(enum.StrEnum):
+    """Where a submission stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    SAVED = "saved"
+    """Ended on a signal with its state saved (exit code 91): requeue or resume it."""
+    STOPPED = "stopped"
+    """The same, but by the run's record nothing was saved; no platform says so by itself."""
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """The platform does not answer, or does not know the job (any more)."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it will not change by itself any more."""
+        return self not in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """One submission, so that no other is taken for it: platforms use ids again."""
+
+    id: JobId
+    submit_time: float | None = None
+    """Unix seconds on the platform's clock; None: it was not known when it was recorded."""
+    run_dir: str = ""
+    """The run it belongs to: what the platform keeps of the job names it."""
+    cluster: str = ""
+    """Of several clusters that one platform speaks for; empty: the default one."""
+    own_script: bool = False
+    """Its batch script is one of the user's own (`holdfast wrap`), which may lie anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """One answer to "how is it?". Times are Unix seconds; None: not known, or not yet."""
+
+    state: JobState
+    code: int | None = None
+    """Exit code of the job as a whole; None while it runs, or where nobody knows."""
+    reason: str = ""
+    """The platform's own words: a pending reason, how it ended, why nobody knows."""
+    words: str = ""
+    """The same for people, with how to fix it where that is known; empty: nothing to say."""
+    expected_start: float | None = None
+    """Of a pending job, where the scheduler has planned it."""
+    submitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    ends_by: float | None = None
+    """When a running job's time is up."""
+    nodes: tuple[str, ...] = ()
+    """Names of its nodes; empty while it has none."""
+    nodes_lost: tuple[str, ...] = ()
+    """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
+    broke: float | None = None
+    """When the platform ended a node of it last, or found that it cannot start: `words` say how.
+    None: it has not, or the node has been well for long since."""
+    suspended: bool = False
+    """Its processes are stopped where they are; the platform can let them continue."""
+    batch_host: str = ""
+    """Of its nodes the one that runs the batch script, lost or not; empty: there is none."""
+    restarts: int | None = None
+    """How often the platform has put it back into the queue; None: it does not say."""
+    source: str = ""
+    """Who said so, as squeue; empty: nobody did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformEvent:
+    """Something the platform did with a job."""
+
+    t_unix: float
+    text: str
+
+
+class Backend(Protocol):
+    """Submits what was rendered and watches it. Everything else is in the run directory.
+
+    Calls may raise UserError (what the user asked for cannot be had), TemporaryError (try
+    again later; calls have tried again themselves before) or PermanentError.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the target: slurm, kubernetes, local."""
+
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Ask the platform whether it would take this bundle; submit nothing.
+
+        Args:
+            files: file name -> text, as rendered.
+
+        Returns:
+            What it says about it, as the expected start; a line each.
+        """
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Ask the platform, read-only and for seconds, what keeps this bundle from ever running.
+
+        Only what the platform itself would not refuse at once in clear words. What cannot be
+        asked is left out: nothing is raised, and no error is found where the job would run as
+        the platform is configured now. What it only has to wait for are warnings.
+
+        Args:
+            files: the bundle.
+            without: names of nodes that are not to be used, besides those of the bundle.
+        """
+
+    def submit(
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
+    ) -> JobRef:
+        """Submit the bundle that lies in `run_dir`; when this raises, nothing was submitted.
+
+        Args:
+            run_dir: absolute, on storage the nodes share; `files` have been written into it.
+            files: file name, relative to `run_dir` -> text.
+            tasks: of an array only these; None: all there are, or it is none.
+            without: names of nodes that are not to be used, besides those of the bundle.
+        """
+
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return where the nodes see `run_dir`; the same path where storage is shared.
+
+        Args:
+            run_dir: absolute.
+            files: the bundle.
+        """
+
+    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
+        """Return whether board and secret of a run are elsewhere than in its directory."""
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return the submission of task `index` of the array `job`, whose run is `run_dir`."""
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each of `jobs` stands, by one batched query.
+
+        Never raises because the platform is away or knows nothing: such jobs are UNKNOWN,
+        with the reason.
+        """
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Ask a running `job` to save and end; return False where nothing runs to be asked."""
+
+    def cancel(self, job: JobRef) -> None:
+        """End `job` at once; one that has ended already is no error."""
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the files with what the platform's own part of `job` has written, oldest first."""
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return what the platform keeps about `job`, in its own names; empty: nothing."""
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return what the platform did with `job`, in order of time."""
+
+    def fetch(self, job: JobRef) -> None:
+        """Bring what the run has written into `job.run_dir`; nothing to do where it is shared.
+
+        Everything that reads a run directory calls this before.
+        """
+
+
+@runtime_checkable
+class RemoteExec(Protocol):
+    """What a platform offers besides: commands on its nodes, where ssh and srun do not reach."""
+
+    def remote_paths(self, job: JobRef) -> tuple[str, str]:
+        """Return the interpreter with holdfast and the run directory, as the nodes have them."""
+
+    def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
+        """Run a command beside the agent of `node`, to its end."""
+
+    def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
+        """Run a command there with this terminal; return its exit code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine that a platform has."""
+
+    name: str
+    closed: str = ""
+    """Why the platform begins no job there, in its own words; empty: it does."""
+    rack: str = ""
+    """What it shares power or a switch with, as the platform calls that; empty: not known."""
+
+
+@runtime_checkable
+class Machines(Protocol):
+    """What a platform offers besides whose machines can be named."""
+
+    def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
+        """Return all machines.
+
+        Args:
+            files: a bundle, which may name another cluster than the user's current one.
+        """
+
+    def register_server(self, of: Mapping[str, str] | JobRef) -> Server:
+        """Return a client of the cluster of a bundle or a job, for the ledger in a ConfigMap.
+
+        Raises:
+            UserError: HF690 there are none on this platform; HF632, HF750 to HF752 no way to it.
+        """
+
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Let no job begin on these, and ask ours there to leave at a step boundary.
+
+        Raises:
+            UserError: HF693 the platform refuses, as to who may not.
+        """
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return those on which something of a job still is, and what, for people."""
+
+
+@runtime_checkable
+class Notices(Protocol):
+    """What a platform offers besides that notifies of changes."""
+
+    def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:
+        """Set the event, until the end of the context, whenever something of `job` has changed."""

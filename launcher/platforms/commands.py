@@ -1,0 +1,118 @@
+"""Runs the commands of a platform: the one seam to sbatch, squeue and their like.
+
+Every call has a time-out, gets nothing on stdin but what it is given, and takes its whole
+process group with it when it is killed. What failed is a type: a program that is not there
+is the user's to fix, one that does not answer is temporary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from launcher.spec.errors import TemporaryError, UserError
+
+MAX_SAID = 2000
+"""Characters of a command's complaint that a message repeats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a command said."""
+
+    argv: tuple[str, ...]
+    code: int
+    """Exit code; negative: the signal that ended it."""
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """What it wrote to stderr, else to stdout, without empty lines, and not endlessly."""
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        said = "\n".join(line.rstrip() for line in lines if line.strip())
+        return said if len(said) <= MAX_SAID else said[: MAX_SAID - 1] + "…"
+
+
+class TimedOutError(TemporaryError):
+    """A command did not end in time: whether it did its work is not known."""
+
+
+class Commands(Protocol):
+    """What backends ask for; `SystemCommands` is the real one."""
+
+    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Answer:
+        """Run one command to its end.
+
+        Raises:
+            UserError: HF650 there is no such program.
+            TimedOutError: it did not end within `timeout_s` seconds and was killed.
+        """
+
+
+class SystemCommands:
+    """Runs programs found on PATH.
+
+    Args:
+        env: the environment of every command; it decides the PATH too.
+        fix: program -> what a user without it can do.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        *,
+        fix: Mapping[str, str] | None = None,
+    ) -> None:
+        self._env = dict(os.environ if env is None else env)
+        self._fix = fix or {}
+
+    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Answer:
+        """Run one command to its end; see `Commands`."""
+        try:
+            process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._env,
+                start_new_session=True,  # so that its children die with it
+            )
+        except FileNotFoundError:
+            raise self._missing(argv[0], "is not installed here, or not on the PATH") from None
+        except (PermissionError, OSError) as error:
+            raise self._missing(argv[0], f"cannot be run: {error.strerror or error}") from error
+        with process:
+            try:
+                out, err = process.communicate(stdin.encode(), timeout=timeout_s)
+            except BaseException as error:  # Ctrl-C too: nothing is left behind
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise TimedOutError(
+                        f"{_shown(argv)} did not answer within {timeout_s:g} s"
+                    ) from None
+                raise
+        return Answer(
+            argv=tuple(argv),
+            code=process.returncode,
+            out=out.decode("utf-8", errors="replace"),
+            err=err.decode("utf-8", errors="replace"),
+        )
+
+    def _missing(self, program: str, what: str) -> UserError:
+        fix = self._fix.get(program, f"install {program}, or add its folder to PATH")
+        return UserError("HF650", f"{program} {what}; {fix}")
+
+
+def _shown(argv: Sequence[str]) -> str:
+    """Return the command for people, not endlessly."""
+    text = shlex.join(argv)
+    return text if len(text) <= 120 else text[:119] + "…"

@@ -1,0 +1,50 @@
+"""This distribution where it is installed, and packages that a command needs besides."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from launcher.spec.errors import UserError
+
+DISTRIBUTION: Final = "holdfast-ml"
+"""Its name for pip. On PyPI `holdfast` is another project."""
+
+
+def installed_version() -> str:
+    """Return the version that is installed; empty for a checkout that is not."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""
+
+
+def install_line(extra: str = "") -> str:
+    """Return the command that installs this distribution with what one of its extras names.
+
+    Where the distribution is installed, from a wheel or a checkout, its name is enough: pip then
+    looks for no other.
+    """
+    what = DISTRIBUTION if installed_version() else Path(__file__).parents[1]
+    return f"pip install {shlex.quote(f'{what}[{extra}]' if extra else str(what))}"
+
+
+def need(what: str, *packages: str, extra: str = "") -> None:
+    """Check that packages can be imported.
+
+    Args:
+        what: what needs them, for the message.
+        packages: their names.
+        extra: the extra of this distribution that has them; none: it needs them itself.
+
+    Raises:
+        UserError: HF632 one is not there.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                "HF632", f"{what} needs {package}, which is not here: {install_line(extra)}"
+            )

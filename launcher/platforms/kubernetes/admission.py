@@ -1,0 +1,358 @@
+"""What keeps a cluster from running a job whose documents it takes: (job, cluster) -> problems.
+
+Pure. The server's dry run of a job's documents sees neither its pods nor what they name. What is
+not known is not judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
+
+from elastic_trainer.plan.ladder import Ladder
+from launcher.platforms.kubernetes.documents import Bundle, Object, Resource
+from launcher.platforms.kubernetes.pods import label_of, name_of
+from launcher.render.kubernetes_names import CLAIM_VOLUME, QUEUE_LABEL, SECRET_VOLUME
+from launcher.spec.errors import Problem, Where
+
+CLAIM: Final = Resource("v1", "persistentvolumeclaims")
+STORAGE_CLASS: Final = Resource("storage.k8s.io/v1", "storageclasses")
+QUEUES: Final = tuple(
+    Resource(f"kueue.x-k8s.io/{version}", "localqueues") for version in ("v1beta2", "v1beta1")
+)
+_SECRETS: Final = (Resource("v1", "secrets"),)
+_CONFIG_MAPS: Final = (Resource("v1", "configmaps"),)
+_KEYS: Final = {
+    "cpu": "kubernetes.cpus",
+    "memory": "kubernetes.memory",
+    "pods": "cluster.nodes",
+}
+"""Resource of pods -> key of the job file; of any other: cluster.gpus_per_node."""
+_OWN_WORDS: Final = (
+    (r"no PriorityClass with name", "kubernetes.priority_class"),
+    (r'RuntimeClass "[^"]*" not found', "kubernetes.pod_patch"),
+    # A namespace that was just made has its own account a moment later.
+    (r'serviceaccount "(?!default")[^"]*" not found', "kubernetes.service_account"),
+    (r"violates PodSecurity", "kubernetes.security"),
+    (r"(maximum|minimum) [\w./-]+ usage per |limit to request ratio per ", "kubernetes.memory"),
+    (r"failed quota: ", "kubernetes.cpus"),
+    (r"Pod \"[^\"]*\" is invalid: ", "kubernetes.pod_patch"),
+)
+"""What Kubernetes' own admission says of a pod, whoever makes it -> key of the job file."""
+
+
+class Named(NamedTuple):
+    """An object that the pods name."""
+
+    versions: tuple[Resource, ...]
+    """It is in any of them."""
+    name: str
+    key: str
+    """Of the job file."""
+    needed: bool = True
+    """Pods do not start without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What a cluster says; what it does not say is empty."""
+
+    missing: Sequence[Named] = ()
+    """Of `named` those that it does not have."""
+    claims: Sequence[Object] = ()
+    """Of the claims that the pods mount those that are there."""
+    quotas: Sequence[Object] = ()
+    nodes: Sequence[Object] | None = None
+    """With the labels that pods ask for; None: not known."""
+    no_namespace: bool = False
+    """It has no such namespace, so nothing of what is in it."""
+    pod_refused: str = ""
+    """What the server says to one of the pods; empty: it takes it, or has not said."""
+    lacks_right: str = ""
+    """What the user may not do and `submit` must, in words with the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a job asks of a cluster."""
+
+    bundle: Bundle
+    least: int
+    """Pods of its smallest layout."""
+    namespace: str
+    resources: Mapping[str, Decimal] = field(default_factory=dict)
+    """Of a pod, at least, in the names of nodes' resources."""
+
+    @property
+    def spec(self) -> Object:
+        """The spec of its pods."""
+        spec: Object = self.bundle.template["spec"]
+        return spec
+
+
+def request_of(bundle: Bundle, job_json: str, namespace: str) -> Request:
+    """Return what a bundle asks for.
+
+    Args:
+        bundle: what was rendered.
+        job_json: of the run; its ladder says which pods suffice.
+        namespace: where it goes.
+    """
+    try:
+        least = Ladder.from_ranges(json.loads(job_json)["ladder"]).min_nodes
+    except (KeyError, TypeError, ValueError):
+        least = 1
+    found: dict[str, Decimal] = {"pods": Decimal(1)}
+    for container in bundle.template["spec"]["containers"]:
+        asked = container.get("resources") or {}
+        for name, text in ((asked.get("limits") or {}) | (asked.get("requests") or {})).items():
+            found[name] = found.get(name, Decimal()) + quantity(text)
+    return Request(bundle=bundle, least=least, namespace=namespace, resources=found)
+
+
+def quantity(value: object) -> Decimal:
+    """Return the number that 250m, 1800Gi or 8 stands for; of what is none, 0."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    try:
+        found: Decimal = parse_quantity(str(value))
+    except ValueError:
+        return Decimal()
+    return found
+
+
+def named(bundle: Bundle) -> list[Named]:
+    """Return the objects that the pods name and that no document makes, once each."""
+    made = {name_of(document) for document in bundle.documents}
+    spec = bundle.template["spec"]
+    found = [
+        Named(_SECRETS, str(one.get("name")), "kubernetes.image_pull_secrets", needed=False)
+        for one in spec.get("imagePullSecrets") or ()
+    ]
+    for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
+        sources = [one.get("valueFrom") or {} for one in container.get("env") or ()]
+        for source in (*sources, *(container.get("envFrom") or ())):
+            for field_name, resource, key in (
+                ("secretKeyRef", _SECRETS, "env.secrets"),
+                ("secretRef", _SECRETS, "kubernetes.pod_patch"),
+                ("configMapKeyRef", _CONFIG_MAPS, "kubernetes.pod_patch"),
+                ("configMapRef", _CONFIG_MAPS, "kubernetes.pod_patch"),
+            ):
+                if (ref := source.get(field_name)) and not ref.get("optional"):
+                    found.append(Named(resource, str(ref.get("name")), key))
+    for volume in spec.get("volumes") or ():
+        own = volume.get("name") == CLAIM_VOLUME
+        claim, secret = volume.get("persistentVolumeClaim"), volume.get("secret")
+        if claim:
+            key = "kubernetes.claim" if own else "kubernetes.volumes"
+            found.append(Named((CLAIM,), str(claim.get("claimName")), key))
+        if secret and volume.get("name") != SECRET_VOLUME and not secret.get("optional"):
+            found.append(Named(_SECRETS, str(secret.get("secretName")), "kubernetes.pod_patch"))
+    if queue := label_of(bundle.job, QUEUE_LABEL):
+        found.append(Named(QUEUES, queue, "kubernetes.queue"))
+    return [each for each in dict.fromkeys(found) if each.name not in made]
+
+
+def class_of(claim: Mapping[str, Any]) -> str:
+    """Return the storage class that a claim waits for; empty: it waits for none."""
+    spec = claim.get("spec") or {}
+    waits = (claim.get("status") or {}).get("phase") == "Pending" and not spec.get("volumeName")
+    return str(spec.get("storageClassName") or "") if waits else ""
+
+
+def sample_pod(request: Request) -> Object:
+    """Return one of the pods, for the server's dry run."""
+    template, spec = request.bundle.template, dict(request.spec)
+    if any(one["kind"] == "ServiceAccount" for one in request.bundle.documents):
+        spec.pop("serviceAccountName", None)  # not made yet
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{request.bundle.name}-sample",
+            "namespace": request.namespace,
+            **{key: template["metadata"].get(key) or {} for key in ("labels", "annotations")},
+        },
+        "spec": {"restartPolicy": "Never", **spec},
+    }
+
+
+def problems(request: Request, cluster: Cluster) -> list[Problem]:
+    """Return what keeps the job from running, and as warnings what it waits for.
+
+    HF753 a right, HF755 the namespace, HF756 a quota, HF757 what the server says to a pod, HF760
+    what is not there.
+    """
+    if cluster.no_namespace:
+        return [_problem("HF755", "kubernetes.namespace", cluster.pod_refused)]
+    return [
+        *([_problem("HF753", "", cluster.lacks_right)] if cluster.lacks_right else ()),
+        *_missing(request, cluster),
+        *_claims(request, cluster),
+        *_refused(cluster),
+        *_quotas(request, cluster),
+        *_nodes(request, cluster),
+    ]
+
+
+def _problem(code: str, key: str, message: str) -> Problem:
+    return Problem(code, Where(key=key), message)
+
+
+def _missing(request: Request, cluster: Cluster) -> Iterator[Problem]:
+    for each in cluster.missing:
+        resource = each.versions[0]
+        where = "" if resource == STORAGE_CLASS else f" in namespace {request.namespace}"
+        message = f"{resource.name}/{each.name} does not exist{where}; create it, or fix the name"
+        yield _problem("HF760" if each.needed else "HF184", each.key, message)
+
+
+def _claims(request: Request, cluster: Cluster) -> Iterator[Problem]:
+    """Yield claims that pods on several nodes cannot mount together."""
+    for claim in cluster.claims:
+        modes = (claim.get("spec") or {}).get("accessModes") or ()
+        if request.bundle.num_pods > 1 and modes and not {*modes} & _SHARED:
+            message = (
+                f"claim {name_of(claim)} is {', '.join(modes)}: the {request.bundle.num_pods:,} "
+                "pods start only if all are on one node; use one that is ReadWriteMany"
+            )
+            yield _problem("HF185", "kubernetes.claim", message)
+
+
+_SHARED: Final = frozenset({"ReadWriteMany", "ReadOnlyMany"})
+
+
+def _refused(cluster: Cluster) -> Iterator[Problem]:
+    """Yield what the server says to a pod.
+
+    Its own admission says the same to controllers. Webhooks and policies may not: they may look
+    at who makes a pod.
+    """
+    said = cluster.pod_refused
+    for pattern, key in _OWN_WORDS:
+        if re.search(pattern, said):
+            message = f"no pod of the job can be made: {said}"
+            yield _problem("HF757", key, message)
+            return
+    if "denied" in said:
+        message = f"a policy of the cluster may refuse the job's pods: {said}"
+        yield _problem("HF183", "kubernetes", message)
+
+
+def _quotas(request: Request, cluster: Cluster) -> Iterator[Problem]:
+    """Yield quotas with too little room: first what they allow at all, then what is left."""
+    wanted = request.bundle.num_pods
+    for quota in cluster.quotas:
+        if not _applies(quota["spec"], request.spec):
+            continue
+        used = (quota.get("status") or {}).get("used") or {}
+        for name, text in (quota["spec"].get("hard") or {}).items():
+            each = _charged(request, name)
+            if not each:
+                continue
+            hard = quantity(text)
+            allowed, left = hard // each, max(Decimal(), hard - quantity(used.get(name, 0))) // each
+            if min(allowed, left) >= wanted:
+                continue
+            message = (
+                f"quota {name_of(quota)} of namespace {request.namespace} allows {name}={text}, "
+                f"{used.get(name, 0)} used; {wanted:,} pods of {_shown(each)} ask for "
+                f"{_shown(each * wanted)}"
+            )
+            code, fix = "HF181", f"{left:,f} of them start until others end"
+            if allowed < request.least:
+                code, fix = "HF756", "ask for less, or ask an administrator"
+            elif allowed < wanted:
+                fix = f"no more than {allowed:,f} of them ever start"
+            yield _problem(code, _key(name), f"{message}; {fix}")
+
+
+def _charged(request: Request, name: str) -> Decimal:
+    """Return what a pod takes of a quota's resource; 0: nothing, or not known."""
+    if name.startswith("limits."):
+        limit = name.removeprefix("limits.")
+        asked = (one.get("resources") or {} for one in request.spec["containers"])
+        return sum((quantity((one.get("limits") or {}).get(limit, 0)) for one in asked), Decimal())
+    plain = name.removeprefix("requests.").removeprefix("count/")
+    return request.resources.get(plain, Decimal())
+
+
+def _applies(spec: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
+    """Whether a quota is surely about such pods."""
+    rows = [{"scopeName": name, "operator": "Exists"} for name in spec.get("scopes") or ()]
+    rows += (spec.get("scopeSelector") or {}).get("matchExpressions") or ()
+    timed = pod.get("activeDeadlineSeconds") is not None
+    priority = pod.get("priorityClassName")
+
+    def one(row: Mapping[str, Any]) -> bool:
+        match row.get("scopeName"), row.get("operator"):
+            case "Terminating", _:
+                return timed
+            case "NotTerminating", _:
+                return not timed
+            case "PriorityClass", "In":
+                return priority in (row.get("values") or ())
+            case "PriorityClass", "Exists":
+                return priority is not None
+        return False
+
+    return all(map(one, rows))
+
+
+def _nodes(request: Request, cluster: Cluster) -> Iterator[Problem]:
+    """Yield that the nodes there are, were they empty, have too little room."""
+    wanted = request.bundle.num_pods
+    if cluster.nodes is None:
+        return
+    room = sum(fit_on(node, request) for node in cluster.nodes)
+    if room < wanted:
+        asked = ", ".join(f"{name} {_shown(n)}" for name, n in request.resources.items())
+        message = (
+            f"the cluster's nodes have room for {room:,} of {wanted:,} pods ({asked}), even "
+            f"if nothing else runs: {len(cluster.nodes):,} nodes have the labels they ask for; "
+            "ask for less, unless the cluster adds nodes on demand"
+        )
+        yield _problem("HF182", "cluster.nodes", message)
+
+
+def fit_on(node: Mapping[str, Any], request: Request) -> int:
+    """Return how many of the pods an empty node holds, as its taints and resources say."""
+    tolerated = request.spec.get("tolerations") or ()
+    for taint in (node.get("spec") or {}).get("taints") or ():
+        # Of these Kubernetes takes its own away: a node that is ill or cordoned.
+        lasts = not str(taint.get("key", "")).startswith("node.kubernetes.io/")
+        keeps_off = taint.get("effect") in {"NoSchedule", "NoExecute"} and lasts
+        if keeps_off and not any(_tolerates(one, taint) for one in tolerated):
+            return 0
+    there = (node.get("status") or {}).get("allocatable") or {}
+    return int(
+        min(
+            quantity(there.get(name, 0)) // each for name, each in request.resources.items() if each
+        )
+    )
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") not in {None, "", taint.get("effect")}:
+        return False
+    if toleration.get("key") not in {None, "", taint.get("key")}:
+        return False
+    exists = toleration.get("operator") == "Exists"
+    return exists or (toleration.get("value") or "") == (taint.get("value") or "")
+
+
+def _key(name: str) -> str:
+    plain = name.rpartition(".")[2] if "/" not in name else name
+    return _KEYS.get(plain.removeprefix("count/"), "cluster.gpus_per_node")
+
+
+def _shown(number: Decimal) -> str:
+    """Return a number of bytes as Kubernetes writes it, any other as it is."""
+    for unit, size in (("Gi", 2**30), ("Mi", 2**20)):
+        if number >= size and number % size == 0:
+            return f"{int(number) // size}{unit}"
+    return f"{number.normalize():f}"

@@ -1,0 +1,533 @@
+"""The launcher's client of the Kubernetes API: the official one, with our time-outs and errors.
+
+Objects are plain JSON types. The package `kubernetes` is imported when a cluster is spoken to, and
+only its public surface is used: DynamicClient.request() and Watch.stream().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from elastic_trainer.board.kubernetes_board import Answer
+from launcher.platforms.installed import need
+from launcher.platforms.kubernetes.documents import Object, Resource
+from launcher.platforms.kubernetes.errors import (
+    BrokenOffError,
+    BusyError,
+    Call,
+    GoneError,
+    NotThereError,
+    UnreachableError,
+    refusal,
+)
+from launcher.platforms.retries import retried
+from launcher.spec.errors import HoldfastError, UserError
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+_Query = Sequence[tuple[str, str]]
+
+_PAGE: Final = 500
+"""Objects of one answer to a list."""
+_JSON: Final = "application/json"
+_ABOUT: Final = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""Only its metadata: of a Secret no value."""
+_MERGE_PATCH: Final = "application/merge-patch+json"
+_SILENCE_S: Final = 30.0
+"""So long after the end of a watch its connection is dead."""
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""What a pod is given to speak to its cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a cluster is waited for, in seconds."""
+
+    connect_s: float = 10.0
+    read_s: float = 60.0
+    """For the answer to one call; admission webhooks take their time."""
+    node_s: float = 3.0
+    """For what a node has to answer; one that is dead says nothing."""
+    retry_s: float = 30.0
+    """No call is tried again after this."""
+
+
+GLANCE: Final = Patience(connect_s=3.0, read_s=5.0, retry_s=0.0)
+"""For a question whose answer one can do without."""
+
+
+class KubernetesApi:
+    """Calls of one cluster, as one user.
+
+    Args:
+        client: the official client's.
+        context: name of the kubeconfig's context; empty: of the cluster this runs in.
+        namespace: the context's.
+        patience: time-outs.
+        sleep: waits between tries.
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        *,
+        context: str = "",
+        namespace: str = "default",
+        patience: Patience | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        from kubernetes.dynamic import DynamicClient
+
+        self.client, self.context, self.namespace = client, context, namespace
+        self._patience, self._sleep = patience or Patience(), sleep
+        # Paths are known (Resource.path): nothing is discovered.
+        self._dynamic = DynamicClient(client, discoverer=lambda *_: None)
+
+    @property
+    def server(self) -> str:
+        """Its address."""
+        return str(self.client.configuration.host)
+
+    def with_patience(self, patience: Patience) -> KubernetesApi:
+        """Return a client of the same cluster, as the same user, with other time-outs."""
+        return KubernetesApi(
+            self.client,
+            context=self.context,
+            namespace=self.namespace,
+            patience=patience,
+            sleep=self._sleep,
+        )
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
+        """Return an object; None: there is none of that name."""
+        try:
+            return self._object("GET", self._call("get", resource, namespace, name))
+        except NotThereError:
+            return None
+
+    def exists(self, resource: Resource, namespace: str, name: str) -> bool:
+        """Return whether there is an object of that name; of its content nothing is read."""
+        call = self._call("get", resource, namespace, name)
+        try:
+            self._object("GET", call, accept=_ABOUT)
+        except NotThereError:
+            return False
+        return True
+
+    def list_all(
+        self, resource: Resource, namespace: str, *, labels: str = "", fields: str = ""
+    ) -> tuple[list[Object], str]:
+        """Return all objects that match, and the version to watch from.
+
+        Args:
+            resource: kind of objects.
+            namespace: where.
+            labels: label selector.
+            fields: field selector.
+        """
+        call = self._call("list", resource, namespace)
+        selected = _selected(labels, fields)
+        try:
+            return self._all(call, [*selected, ("limit", str(_PAGE))])
+        except GoneError:  # it took longer than the server keeps a state for
+            return self._all(call, selected)
+
+    def pages(
+        self, resource: Resource, namespace: str, *, labels: str = ""
+    ) -> Iterator[list[Object]]:
+        """Yield all objects that match, some hundred at a time.
+
+        Raises:
+            GoneError: between two pages the server has forgotten where it was.
+        """
+        call, selected = self._call("list", resource, namespace), _selected(labels, "")
+        for page in self._pages(call, [*selected, ("limit", str(_PAGE))]):
+            yield page.get("items") or []
+
+    def create(
+        self, resource: Resource, namespace: str, document: Object, *, dry_run: bool = False
+    ) -> Object:
+        """Make an object; with `dry_run` the server checks all and makes nothing.
+
+        It is tried again only when it was surely not made.
+
+        Raises:
+            ConflictError: one of that name is there.
+            BrokenOffError: whether it was made is not known.
+        """
+        name = str(document["metadata"].get("name", ""))
+        call = self._call("create", resource, namespace, name)
+        query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
+        return self._object("POST", call, query=query, body=document, repeatable=dry_run)
+
+    def delete(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str = "",
+        grace_s: float | None = None,
+    ) -> bool:
+        """Delete an object, then what belongs to it; return False where there is none.
+
+        Args:
+            resource: kind of object.
+            namespace: where.
+            name: its name.
+            uid: only if it is still this one.
+            grace_s: seconds its processes get; None: what it says itself.
+        """
+        options: Object = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = int(grace_s)
+        try:
+            self._object("DELETE", self._call("delete", resource, namespace, name), body=options)
+        except NotThereError:
+            return False
+        return True
+
+    def patch(self, resource: Resource, namespace: str, name: str, change: Object) -> Object:
+        """Change an object by a merge patch."""
+        call = self._call("patch", resource, namespace, name)
+        return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Send one request and return the answer, whatever its status: for a register.
+
+        Nothing is tried again here; see `elastic_trainer.board.kubernetes_board`.
+
+        Raises:
+            UserError: HF752 there are no credentials any more.
+            BrokenOffError: whether it was carried out is not known.
+        """
+        from kubernetes.client.exceptions import ApiException
+
+        limits = (self._patience.connect_s, self._patience.read_s)
+        call = Call(verb=method, resource=Resource("v1", path), namespace="", server=self.server)
+        with self._failures(call):
+            try:
+                found = self._dynamic.request(
+                    method,
+                    path,
+                    body=body,
+                    header_params={"Accept": _JSON},
+                    content_type=_JSON,
+                    serialize=False,
+                    _request_timeout=limits,
+                )
+                status, data = int(found.status), bytes(found.read())
+                found.release_conn()
+            except ApiException as error:
+                if not error.status:
+                    raise
+                status, data = int(error.status), str(error.body or "").encode()
+        try:
+            parsed = json.loads(data)
+        except ValueError:
+            parsed = {}
+        return Answer(status, parsed if isinstance(parsed, dict) else {})
+
+    def log(self, namespace: str, pod: str, query: _Query) -> str:
+        """Return what a container has written; empty where it has not started. Not tried again.
+
+        Raises:
+            UnreachableError: the pod's node does not answer.
+        """
+        call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
+        path = f"{Resource('v1', 'pods').path(namespace, pod)}/log"
+        limit_s = self._patience.node_s
+        try:
+            return self._text("GET", call, path=path, query=query, read_s=limit_s)
+        except NotThereError:
+            return ""
+        except BrokenOffError as error:
+            raise UnreachableError(f"pod {pod} did not answer in {limit_s:g} s") from error
+
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str,
+        *,
+        version: str,
+        seconds: int,
+        labels: str = "",
+        fields: str = "",
+    ) -> Iterator[tuple[str, Object]]:
+        """Yield what changes after a version, as (type of event, object), bookmarks too.
+
+        The server ends it after so many seconds. It is not begun again here.
+
+        Raises:
+            GoneError: the server has forgotten that version.
+            UserError, PlatformError: it is refused, or broke off.
+        """
+        from kubernetes.watch import Watch
+
+        call = self._call("watch", resource, namespace)
+
+        def begin(**options: Any) -> Any:
+            query = [
+                *_selected(labels, fields),
+                ("allowWatchBookmarks", "true"),
+                ("resourceVersion", str(options["resource_version"])),
+                ("timeoutSeconds", str(options["timeout_seconds"])),
+                ("watch", "true"),
+            ]
+            return self._send("GET", call, query=query, read_s=seconds + _SILENCE_S)
+
+        events = Watch().stream(begin, resource_version=version, timeout_seconds=seconds)
+        with contextlib.closing(events), self._failures(call):
+            try:
+                for event in events:
+                    yield event["type"], event["raw_object"]
+            except (ValueError, KeyError, TypeError) as error:  # cut off, or of a proxy
+                raise BrokenOffError(f"cannot {call}: it broke off: {error}") from error
+
+    def _call(self, verb: str, resource: Resource, namespace: str, name: str = "") -> Call:
+        return Call(
+            verb=verb, resource=resource, namespace=namespace, name=name, server=self.server
+        )
+
+    def _all(self, call: Call, query: _Query) -> tuple[list[Object], str]:
+        pages = list(self._pages(call, query))
+        items = [item for page in pages for item in page.get("items") or ()]
+        return items, str((pages[-1].get("metadata") or {}).get("resourceVersion") or "")
+
+    def _pages(self, call: Call, query: _Query) -> Iterator[Object]:
+        more: list[tuple[str, str]] = []
+        while True:
+            page = self._object("GET", call, query=[*query, *more])
+            yield page
+            about = page.get("metadata") or {}
+            if not about.get("continue"):
+                return
+            more = [("continue", str(about["continue"]))]
+
+    def _object(
+        self, method: str, call: Call, *, repeatable: bool = True, **options: Any
+    ) -> Object:
+        """Return the object that a request is answered with; after temporary failures again.
+
+        Args:
+            method: of HTTP.
+            call: what it is for.
+            repeatable: also after a request that may have been carried out.
+            options: see `_send`.
+        """
+
+        def once() -> Object:
+            text = self._text(method, call, **options)
+            try:
+                found = json.loads(text)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                shown = " ".join(text.split())[:200]
+                raise BusyError(f"{self.server} gave an answer that cannot be read: {shown}")
+            return found
+
+        return retried(
+            once,
+            for_s=self._patience.retry_s,
+            but_not=() if repeatable else (BrokenOffError,),
+            sleep=self._sleep,
+        )
+
+    def _text(self, method: str, call: Call, **options: Any) -> str:
+        answer = self._send(method, call, **options)
+        try:
+            with self._failures(call):
+                data: bytes = answer.read()
+        finally:
+            answer.release_conn()
+        return data.decode("utf-8", errors="replace")
+
+    def _send(
+        self,
+        method: str,
+        call: Call,
+        *,
+        path: str = "",
+        query: _Query = (),
+        body: Object | None = None,
+        content_type: str = _JSON,
+        accept: str = _JSON,
+        read_s: float | None = None,
+    ) -> Any:
+        """Send one request; return urllib3's response, of which nothing has been read.
+
+        Args:
+            method: of HTTP.
+            call: what it is for.
+            path: on the server; empty: of the call's object, or of all of its kind.
+            query: of the request.
+            body: of the request.
+            content_type: of the body.
+            accept: content type of the answer.
+            read_s: longest silence; None: as for all.
+        """
+        name = "" if method == "POST" else call.name
+        limits = (self._patience.connect_s, read_s or self._patience.read_s)
+        with self._failures(call):
+            return self._dynamic.request(
+                method,
+                path or call.resource.path(call.namespace, name),
+                body=body,
+                query_params=list(query),
+                header_params={"Accept": accept},
+                content_type=content_type,
+                serialize=False,
+                _request_timeout=limits,
+            )
+
+    @contextlib.contextmanager
+    def _failures(self, call: Call) -> Iterator[None]:
+        """Turn whatever the client raises into an error of ours."""
+        from kubernetes.client.exceptions import ApiException
+        from kubernetes.config.config_exception import ConfigException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
+        except ApiException as error:
+            if not error.status:
+                raise _broken(error, self.server) from error
+            text = error.body or error.reason or ""
+            said = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else str(text)
+            raise refusal(call, int(error.status), said, dict(error.headers or {})) from error
+        except ConfigException as error:  # a command that gives new credentials
+            raise UserError(
+                "HF752", f"the kubeconfig gives no credentials: {_flat(error)}; log in again"
+            ) from error
+        except (HTTPError, HTTPException, OSError) as error:
+            raise _broken(error, self.server) from error
+
+
+def connect(
+    context: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    patience: Patience | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    pod_files: Path = SERVICE_ACCOUNT,
+) -> KubernetesApi:
+    """Return a client of the cluster that `context` names.
+
+    As kubectl does: the kubeconfig ($KUBECONFIG, else ~/.kube/config); in a pod without one, the
+    pod's own service account.
+
+    Args:
+        context: of the kubeconfig; empty: its current one.
+        env: environment; None: this process's.
+        patience: time-outs.
+        sleep: waits between tries.
+        pod_files: what a pod is given.
+
+    Raises:
+        UserError: HF632 the package is not installed; HF750 there is no kubeconfig; HF751 it has
+            no such context; HF752 its credentials cannot be had.
+    """
+    need("a Kubernetes cluster", "kubernetes", extra="kubernetes")
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
+    base = os.environ if env is None else env
+    configuration = client.Configuration()
+    files = _kubeconfigs(base)
+    if not any(Path(path).is_file() for path in files):
+        if context or not (base.get("KUBERNETES_SERVICE_HOST") and pod_files.is_dir()):
+            raise UserError(
+                "HF750",
+                f"no kubeconfig: {' and '.join(files)} does not exist; create one, or name it"
+                " in KUBECONFIG. Or use `holdfast render` here and `kubectl create` elsewhere",
+            )
+        config.load_incluster_config(client_configuration=configuration)
+        namespace = _read(pod_files / "namespace") or "default"
+        found = ""
+    else:
+        found, namespace = _chosen(config, ConfigException, os.pathsep.join(files), context)
+        try:
+            config.load_kube_config(os.pathsep.join(files), found, configuration)
+        except (ConfigException, OSError, KeyError, TypeError, ValueError) as error:
+            message = f"context {found} of {' and '.join(files)} gives no credentials"
+            raise UserError("HF752", f"{message}: {_flat(error)}; log in again") from error
+    configuration.retries = False  # ours know what may be done twice
+    made = client.ApiClient(configuration)
+    made.user_agent = "holdfast"
+    return KubernetesApi(made, context=found, namespace=namespace, patience=patience, sleep=sleep)
+
+
+def _chosen(config: Any, missing: type[Exception], files: str, context: str) -> tuple[str, str]:
+    """Return the name and the namespace of the context to use."""
+    from yaml import YAMLError
+
+    try:
+        contexts, active = config.list_kube_config_contexts(config_file=files)
+    except (missing, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            "HF750", f"the kubeconfig {files} cannot be used: {_flat(error)}; fix it"
+        ) from error
+    known = {str(one["name"]): one.get("context") or {} for one in contexts or ()}
+    wanted = context or str((active or {}).get("name") or "")
+    if wanted not in known:
+        listed = ", ".join(sorted(known)[:8]) + (", …" if len(known) > 8 else "")
+        raise UserError(
+            "HF751",
+            f"the kubeconfig {files} has no context {wanted!r}; it has {listed or 'none'}: fix "
+            "kubernetes.context, or choose one with kubectl config use-context",
+        )
+    return wanted, str(known[wanted].get("namespace") or "default")
+
+
+def _kubeconfigs(env: Mapping[str, str]) -> list[str]:
+    named = [path for path in env.get("KUBECONFIG", "").split(os.pathsep) if path]
+    return named or [str(Path(env.get("HOME") or "~").expanduser() / ".kube" / "config")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _selected(labels: str, fields: str) -> list[tuple[str, str]]:
+    found = [("labelSelector", labels), ("fieldSelector", fields)]
+    return [(key, text) for key, text in found if text]
+
+
+def _broken(error: BaseException, server: str) -> HoldfastError:
+    """Return the error for a call without an answer."""
+    from urllib3 import exceptions
+
+    text = _flat(error)
+    reason = getattr(error, "reason", None)
+    if isinstance(error, exceptions.SSLError) or "CERTIFICATE_VERIFY" in text or "SSLError" in text:
+        return UserError(
+            "HF752",
+            f"the cluster at {server} cannot be trusted: {text}; fix certificate-authority in the "
+            "kubeconfig",
+        )
+    unsent = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError)
+    if isinstance(error, unsent) or isinstance(reason, unsent):
+        return BusyError(
+            f"the Kubernetes API at {server} does not answer: {text}; see kubectl cluster-info, or "
+            "use another context (kubernetes.context)"
+        )
+    return BrokenOffError(f"the Kubernetes API at {server} broke off: {text}")
+
+
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__

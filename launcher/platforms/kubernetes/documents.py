@@ -1,0 +1,413 @@
+"""The documents of a bundle for Kubernetes: which is the job, where its pods keep the run. Pure."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
+from launcher.render.kubernetes_names import (
+    ATTEMPT_LABEL,
+    CONTAINERS,
+    KINDS,
+    MANAGED_LABEL,
+    RUN_DIR_ANNOTATION,
+    RUN_LABEL,
+    SECRET_KEY,
+    SECRET_VOLUME,
+)
+from launcher.render.pod import without_nodes
+from launcher.spec.errors import UserError
+
+Object = dict[str, Any]
+"""One object of the API, as plain JSON types."""
+
+MANAGED_BY: Final = "holdfast"
+SUBMISSION: Final = "holdfast.dev/submission"
+"""Annotation that `submit` adds: what was made by one call, and by no other."""
+AGENTS: Final = frozenset(CONTAINERS.values())
+"""Names of the container that runs the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Where the API keeps objects of one kind."""
+
+    api: str
+    """apiVersion, as batch/v1."""
+    plural: str
+
+    @property
+    def group(self) -> str:
+        """Its API group; empty: the core's."""
+        return self.api.rpartition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """As rules of Roles and names of CRDs have it."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    def path(self, namespace: str, name: str = "") -> str:
+        """Return the path of one object, or of all; those of no namespace have an empty one."""
+        root = f"/apis/{self.api}" if self.group else f"/api/{self.api}"
+        inside = f"namespaces/{namespace}/" if namespace else ""
+        found = f"{root}/{inside}{self.plural}"
+        return f"{found}/{name}" if name else found
+
+
+POD: Final = Resource("v1", "pods")
+EVENT: Final = Resource("v1", "events")
+CONFIG_MAP: Final = Resource("v1", "configmaps")
+WORKLOADS: Final = tuple(
+    Resource(f"kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1")
+)
+"""Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
+NODE: Final = Resource("v1", "nodes")
+SECRET: Final = Resource("v1", "secrets")
+JOB: Final = Resource("batch/v1", "jobs")
+
+RESOURCES: Final[dict[str, Resource]] = {
+    "ConfigMap": CONFIG_MAP,
+    "Secret": SECRET,
+    "Pod": POD,
+    "Service": Resource("v1", "services"),
+    "ServiceAccount": Resource("v1", "serviceaccounts"),
+    "Role": Resource("rbac.authorization.k8s.io/v1", "roles"),
+    "RoleBinding": Resource("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "PodDisruptionBudget": Resource("policy/v1", "poddisruptionbudgets"),
+    "PyTorchJob": Resource("kubeflow.org/v1", "pytorchjobs"),
+    "JobSet": Resource("jobset.x-k8s.io/v1alpha2", "jobsets"),
+    "TrainingRuntime": Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
+    "TrainJob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
+}
+"""By kind: all that is made."""
+RENDERED: Final = frozenset(RESOURCES) - {"Secret"}
+"""Kinds that a bundle may have: what a run keeps tells no secret."""
+
+MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
+    "PyTorchJob": (POD,),
+    "JobSet": (JOB, POD),
+    "TrainJob": (RESOURCES["JobSet"], JOB, POD),
+}
+"""Kind of the job -> what its controllers make, all with the run's label."""
+
+TARGETS: Final = {kind: target for target, kind in KINDS.items()}
+"""Kind of the job -> name of the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What manifests.yaml says."""
+
+    documents: tuple[Object, ...]
+    """In the order in which they are made; the job is the last."""
+    context: str = ""
+    """Of the kubeconfig; empty: the current one."""
+
+    @property
+    def job(self) -> Object:
+        """The job itself."""
+        return self.documents[-1]
+
+    @property
+    def kind(self) -> str:
+        """Kind of the job, as PyTorchJob."""
+        return str(self.job["kind"])
+
+    @property
+    def target(self) -> str:
+        """Name of the target, as pytorchjob."""
+        return TARGETS[self.kind]
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return str(self.job["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        """Its namespace; empty: that of the context."""
+        return str(self.job["metadata"].get("namespace") or "")
+
+    @property
+    def template(self) -> Object:
+        """The template of its pods: metadata and spec."""
+        return template_of(self.documents)
+
+    @property
+    def container(self) -> Object:
+        """The container that runs the agent."""
+        containers: list[Object] = self.template["spec"]["containers"]
+        return next((one for one in containers if one.get("name") in AGENTS), containers[0])
+
+    @property
+    def python(self) -> str:
+        """Interpreter with holdfast in the pods."""
+        command = self.container.get("command") or ["python3"]
+        return str(command[0]).replace("$$", "$")  # as Kubernetes reads it
+
+    @property
+    def run_dir(self) -> str:
+        """Where the pods see the run directory."""
+        noted = self.job["metadata"].get("annotations") or {}
+        found = noted.get(RUN_DIR_ANNOTATION) or (self.container.get("command") or [""])[
+            -1
+        ].replace("$$", "$")
+        return str(found)
+
+    @property
+    def num_pods(self) -> int:
+        """How many pods it asks for."""
+        return num_pods(self.documents)
+
+
+def read_bundle(files: Mapping[str, str]) -> Bundle:
+    """Return what a bundle's manifests say.
+
+    Args:
+        files: file name -> text, also of a run with the former names; the job file, where it is
+            there, names the context.
+
+    Raises:
+        UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
+    """
+    import yaml
+
+    from launcher.spec.source import parse_value
+
+    name, job_file = MANIFESTS, JOB_FILE
+    if MANIFESTS not in files:
+        name, job_file = FORMER_NAMES[MANIFESTS], FORMER_NAMES[JOB_FILE]
+    text = files.get(name, "")
+    try:
+        documents = tuple(one for one in yaml.safe_load_all(text) if one is not None)
+        spec = parse_value(files.get(job_file, ""), job_file)
+    except (yaml.YAMLError, UserError) as error:
+        raise UserError("HF613", f"{name} cannot be read: {error}") from error
+    kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
+    if not kinds or kinds[-1] not in TARGETS or not RENDERED.issuperset(kinds):
+        raise UserError(
+            "HF613",
+            f"{name} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
+            f"those that `holdfast render` makes, a {' or '.join(TARGETS)} last",
+        )
+    section = spec.get("kubernetes") if isinstance(spec, dict) else None
+    context = (section.get("context") if isinstance(section, dict) else None) or ""
+    found = Bundle(documents=documents, context=str(context))
+    try:
+        assert found.name
+        assert found.run_dir
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+        raise UserError("HF613", f"{name} lacks {error}; render the job again") from error
+    return found
+
+
+def resource_of(document: Mapping[str, Any]) -> Resource:
+    """Return where `document` is kept; its own apiVersion counts."""
+    return Resource(str(document["apiVersion"]), RESOURCES[str(document["kind"])].plural)
+
+
+def template_of(documents: Sequence[Mapping[str, Any]]) -> Object:
+    """Return the template of the pods, from the job or from its TrainingRuntime."""
+    for document in reversed(documents):
+        spec = document.get("spec") or {}
+        found: Object
+        if document["kind"] == "PyTorchJob":
+            found = spec["pytorchReplicaSpecs"]["Worker"]["template"]
+            return found
+        if document["kind"] == "JobSet":
+            found = spec["replicatedJobs"][0]["template"]["spec"]["template"]
+            return found
+        if document["kind"] == "TrainingRuntime":
+            jobs = spec["template"]["spec"]["replicatedJobs"]
+            found = jobs[0]["template"]["spec"]["template"]
+            return found
+    raise KeyError("TrainingRuntime")
+
+
+def num_pods(documents: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many pods the job asks for; 0: it does not say."""
+    spec = documents[-1].get("spec") or {}
+    match documents[-1]["kind"]:
+        case "PyTorchJob":
+            found = spec["pytorchReplicaSpecs"]["Worker"].get("replicas")
+        case "JobSet":
+            job = spec["replicatedJobs"][0]
+            inner = job["template"]["spec"]
+            found = int(job.get("replicas") or 1) * int(inner.get("parallelism") or 1)
+        case _:
+            found = (spec.get("trainer") or {}).get("numNodes")
+            if found is None:
+                policies = [one["spec"].get("mlPolicy") or {} for one in documents if "spec" in one]
+                found = next((one["numNodes"] for one in policies if "numNodes" in one), None)
+    return int(found or 0)
+
+
+def stamped(
+    bundle: Bundle,
+    *,
+    namespace: str,
+    attempt: int,
+    submission: str,
+    without: Sequence[str] = (),
+    secret: bytes = b"",
+) -> list[Object]:
+    """Return the documents as they are sent: with namespace, attempt and a mark of this call.
+
+    And with the run's Secret before the job, where its pods mount one.
+
+    Args:
+        bundle: what was rendered; it is left as it is.
+        namespace: where they go, where they do not say so themselves.
+        attempt: number of the submission, from 0.
+        submission: what is made by this call and by no other.
+        without: nodes that its pods are kept off, besides those of `kubernetes.exclude`.
+        secret: random bytes, for this submission alone.
+    """
+    documents = copy.deepcopy(list(bundle.documents))
+    if mounted := mounted_secret(documents):
+        # A name that nobody has: who submits needs no right to read Secrets.
+        mounted["secretName"] += f"-{submission}"
+        documents.insert(-1, _secret_document(bundle, mounted["secretName"], secret))
+    if without:
+        affinity = template_of(documents)["spec"].setdefault("affinity", {})
+        affinity["nodeAffinity"] = without_nodes(affinity.get("nodeAffinity"), tuple(without))
+    for document in documents:
+        metadata = document["metadata"]
+        metadata.setdefault("namespace", namespace)
+        metadata.setdefault("annotations", {})[SUBMISSION] = submission
+        labels = metadata.setdefault("labels", {})
+        labels.setdefault(RUN_LABEL, bundle.name)
+        labels.setdefault(MANAGED_LABEL, MANAGED_BY)
+        for found in _labels(document):
+            if ATTEMPT_LABEL in found:
+                found[ATTEMPT_LABEL] = str(attempt)
+    return documents
+
+
+def mounted_secret(documents: Sequence[Mapping[str, Any]]) -> Object | None:
+    """Return the source of the volume with the run's secret; None: agents make one themselves."""
+    for volume in template_of(documents)["spec"].get("volumes") or ():
+        if volume.get("name") == SECRET_VOLUME and "secret" in volume:
+            source: Object = volume["secret"]
+            return source
+    return None
+
+
+def _secret_document(bundle: Bundle, name: str, secret: bytes) -> Object:
+    metadata = {key: bundle.job["metadata"].get(key) for key in ("namespace", "labels")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, **copy.deepcopy({k: v for k, v in metadata.items() if v})},
+        "type": "Opaque",
+        "immutable": True,
+        "data": {SECRET_KEY: base64.b64encode(secret.hex().encode() + b"\n").decode()},
+    }
+
+
+def _labels(value: Any) -> Iterator[Object]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "labels" and isinstance(inner, dict):
+                yield inner
+            else:
+                yield from _labels(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _labels(inner)
+
+
+def attempt_of(files: Mapping[str, str]) -> int:
+    """Return which submission of the run comes next, from 0, by the run's submitted.json."""
+    try:
+        raw = json.loads(files["submitted.json"])
+        return 1 + len(raw.get("former", []))
+    except (KeyError, ValueError, AttributeError, TypeError):
+        return 0
+
+
+def moved(value: Any, old: str, new: str) -> Any:
+    """Return JSON `value` with the paths in and under folder `old` as they are in `new`."""
+    if isinstance(value, str):
+        if value == old or value.startswith(f"{old}/"):
+            return new + value[len(old) :]
+        return value
+    if isinstance(value, dict):
+        return {key: moved(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [moved(inner, old, new) for inner in value]
+    return value
+
+
+def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> Object:
+    """Return a pod that only holds the run's storage: same image, claim and user, no GPU.
+
+    Args:
+        bundle: of the run.
+        namespace: where it goes.
+        name: its name.
+        lives_s: it ends by itself after so many seconds, should nobody remove it.
+    """
+    spec, container = bundle.template["spec"], bundle.container
+    wanted = _claims(spec)
+    kept = ["imagePullSecrets", "securityContext", "tolerations"]
+    if all(one["kind"] != "ServiceAccount" for one in bundle.documents):  # else not made yet
+        kept.append("serviceAccountName")
+    mounts = [mount for mount in container.get("volumeMounts") or () if mount["name"] in wanted]
+    inside = {
+        "name": container["name"],
+        "image": container["image"],
+        "command": [container["command"][0], "-c", f"import time; time.sleep({lives_s})"],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "volumeMounts": mounts,
+    }
+    values = [one for one in container.get("env") or () if "value" in one]
+    if values:
+        inside["env"] = values
+    for key in ("imagePullPolicy", "securityContext"):
+        if key in container:
+            inside[key] = _harmless(container[key]) if key == "securityContext" else container[key]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            # Not the run's own label: it is no pod of the job.
+            "labels": {MANAGED_LABEL: MANAGED_BY, "holdfast.dev/storage-of": bundle.name},
+        },
+        "spec": {
+            **{key: copy.deepcopy(spec[key]) for key in kept if key in spec},
+            "automountServiceAccountToken": False,
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": lives_s,
+            "terminationGracePeriodSeconds": 0,
+            "containers": [inside],
+            "volumes": [copy.deepcopy(wanted[mount["name"]]) for mount in _first(mounts)],
+        },
+    }
+
+
+def _claims(spec: Mapping[str, Any]) -> dict[str, Object]:
+    volumes = spec.get("volumes") or ()
+    kinds = ("persistentVolumeClaim", "hostPath", "nfs", "csi")
+    return {one["name"]: one for one in volumes if any(kind in one for kind in kinds)}
+
+
+def _first(mounts: Sequence[Object]) -> list[Object]:
+    """Return one mount for each volume: one may be mounted in several places."""
+    return list({mount["name"]: mount for mount in mounts}.values())
+
+
+def _harmless(context: Mapping[str, Any]) -> Object:
+    """Return a container's security context without added capabilities (IPC_LOCK)."""
+    found = copy.deepcopy(dict(context))
+    capabilities = found.get("capabilities")
+    if isinstance(capabilities, dict):
+        capabilities.pop("add", None)
+    return found

@@ -1,0 +1,221 @@
+"""What goes from a local run directory to the pods' storage, and what comes back. No network.
+
+RUN/.fetched.json has what was brought already: of each file its inode there and the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from elastic_trainer.storage.atomic_file import beside
+from launcher.platforms.kubernetes.documents import moved
+from launcher.platforms.retries import polled
+from launcher.record.atomic_file import read_json, write_json
+from launcher.record.run_files import END, FETCHED, GROWING, INODE, MTIME, OFFSET, safe_parts
+from launcher.spec.errors import PermanentError
+
+STATE: Final = ".fetched.json"
+STOP_JSON: Final = "stop.json"
+MOST_LOG_BYTES: Final = 8 << 20
+"""Of a log that was never brought the last bytes: runs of months have logs of gigabytes."""
+_THEIRS: Final = ("attempts", "board", "ledger", "logs")
+"""Folders that nodes alone write; events are the launcher's too."""
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What was brought of a run: RUN/.fetched.json."""
+
+    run_dir: Path
+    files: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Path -> inode, offset (there), mtime_ns (there), size (here)."""
+    pods: dict[str, str] = field(default_factory=dict)
+    """Uid of a pod -> time of the last line that was brought of its log; done: all was."""
+    complete: str = ""
+    """The submission of which all was brought that there will ever be."""
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Fetched:
+        """Read it; one that is damaged is none: everything is brought anew."""
+        raw, keys = read_json(run_dir / STATE), ("inode", "offset", "mtime_ns", "size")
+        try:
+            files = {
+                path: {key: int(known[key]) for key in keys} for path, known in raw["files"].items()
+            }
+            pods = {uid: str(since) for uid, since in raw["pods"].items()}
+            return cls(run_dir, files, pods, str(raw["complete"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls(run_dir)
+
+    def save(self) -> None:
+        """Write it, whole or not at all.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        raw = {"v": 1, "files": self.files, "pods": self.pods, "complete": self.complete}
+        write_json(self.run_dir / STATE, raw)
+
+    def request(self) -> bytes:
+        """Return what `launcher.node.files get` is asked."""
+        known = {
+            path: [one["inode"], one["offset"], one["mtime_ns"]] for path, one in self.files.items()
+        }
+        request = {"known": known, "most_log_bytes": MOST_LOG_BYTES}
+        return json.dumps(request).encode() + b"\n"
+
+    def apply(self, answer: IO[bytes]) -> int:
+        """Write what `get` has answered into the run directory; return how many files changed.
+
+        Nothing that a pod sends gets out of the folders that are its, and only plain files do.
+        What was written before an interruption is written again, not twice: files are cut to the
+        size that was noted.
+
+        Raises:
+            PermanentError: the answer leads elsewhere, or is cut off.
+            OSError: the run directory cannot be written.
+        """
+        count = 0
+        try:
+            with tarfile.open(fileobj=answer, mode="r|") as tar:
+                for member in tar:
+                    if member.name == END:
+                        return count
+                    self._write(tar, member)
+                    count += 1
+        except (tarfile.TarError, ValueError, KeyError) as error:
+            raise PermanentError(f"what the pod sent cannot be used: {error}") from error
+        finally:
+            self.save()
+        raise PermanentError("what the pod sent is cut off")
+
+    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        parts = safe_parts(member.name, FETCHED)
+        source = tar.extractfile(member) if member.isreg() else None
+        if source is None:
+            raise ValueError(f"{member.name!r} is not a plain file")
+        name, path = "/".join(parts), self.run_dir.joinpath(*parts)
+        inode, start, mtime_ns = (int(member.pax_headers[key]) for key in (INODE, OFFSET, MTIME))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before, grows = self.files.get(name), parts[0] in GROWING
+        continues = before is not None and (before["inode"], before["offset"]) == (inode, start)
+        if before is not None and grows and continues and path.is_file():
+            with path.open("r+b") as out:
+                out.truncate(min(before["size"], path.stat().st_size))
+                out.seek(0, os.SEEK_END)
+                shutil.copyfileobj(source, out)
+        else:
+            with beside(path) as fresh:
+                with fresh.open("xb") as out:
+                    if grows and start:
+                        out.write(f"({start:,} bytes before this were left out)\n".encode())
+                    shutil.copyfileobj(source, out)
+                fresh.replace(path)
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+        self.files[name] = {
+            "inode": inode,
+            "offset": start + member.size,
+            "mtime_ns": mtime_ns,
+            "size": path.stat().st_size,
+        }
+
+    def add_log(self, name: str, text: str, *, t_unix: float | None) -> None:
+        """Add what a pod has written to RUN/logs/pods/<name>.log.
+
+        Args:
+            name: of the pod.
+            text: whole lines.
+            t_unix: when the last of them was written, which the file shows too: logs are shown
+                in the order in which they were written; None: not known.
+        """
+        safe_parts(name)
+        path = self.run_dir / "logs" / "pods" / f"{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            out.write(text)
+        if t_unix is not None:
+            os.utime(path, (t_unix, t_unix))
+
+
+@contextlib.contextmanager
+def one_at_a_time(run_dir: Path, *, wait_s: float = 0.0) -> Iterator[bool]:
+    """Yield whether no other process brings the same run, after at most `wait_s` seconds."""
+    import fcntl
+
+    with (run_dir / f"{STATE}.lock").open("ab") as file:
+
+        def locked() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        yield polled(locked, bool, for_s=wait_s, every_s=0.1)
+
+
+def upload(
+    run_dir: Path,
+    there: str,
+    out: IO[bytes],
+    *,
+    fresh: bool = False,
+    known: Collection[str] = (),
+    only: str = "*",
+) -> None:
+    """Write to `out` what `launcher.node.files put` is to have of a local run directory.
+
+    Paths in its JSON files are changed to what the pods see. What came from there stays here, and
+    what begins with a dot: it is ours, or being written.
+
+    Args:
+        run_dir: the local run directory.
+        there: where the pods see it.
+        out: a file.
+        fresh: there must be no run yet.
+        known: paths that were brought from there.
+        only: pattern of what is to go, in the run directory itself.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def chosen(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        top, *inner = member.name.split("/")
+        hidden = top != "code" and (inner or [top])[-1].startswith(".")
+        if hidden or (inner and top in _THEIRS) or member.name in known:
+            return None
+        member.uid = member.gid = 0  # names of users here are nobody there
+        member.uname = member.gname = ""
+        return member
+
+    remove = [] if (run_dir / STOP_JSON).exists() else [STOP_JSON]
+    out.write(json.dumps({"fresh": fresh, "remove": remove}).encode() + b"\n")
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(run_dir.glob(only)):
+            if path.suffix != ".json" or not path.is_file():
+                tar.add(path, path.name, filter=chosen)
+            elif member := chosen(tar.gettarinfo(path, path.name)):
+                data = _moved(path.read_bytes(), str(run_dir), there)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        tar.addfile(tarfile.TarInfo(END))
+    out.seek(0)
+
+
+def _moved(data: bytes, old: str, new: str) -> bytes:
+    """Return the text of a JSON file with the paths of the run as they are there."""
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return data
+    return (json.dumps(moved(value, old, new), indent=1) + "\n").encode()

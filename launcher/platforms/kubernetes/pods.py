@@ -1,0 +1,564 @@
+"""What pods, their events and nodes say: what keeps one from running, how one failed. Pure.
+
+Objects are as the API has them, plain JSON types. Nothing here assumes that a field is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from launcher.platforms.kubernetes.documents import AGENTS, Object
+
+STUCK_S: Final = 30.0
+"""A pod that is still there so long after its time to end was over has a node that is away."""
+_TRACKED: Final = "batch.kubernetes.io/job-tracking"
+"""The finalizer by which a Job holds its pods until it has counted them."""
+DONE: Final = ("Succeeded", "Completed", "Complete")
+"""Conditions of a job that has done its work: PyTorchJob, JobSet, TrainJob."""
+_MOST_CHARS: Final = 400
+"""Of a message of the platform's."""
+
+_WAITING: Final[dict[str, str]] = {
+    "ImagePullBackOff": "its image cannot be pulled; fix kubernetes.image, or name a secret for "
+    "the registry in kubernetes.image_pull_secrets",
+    "ErrImagePull": "its image cannot be pulled; fix kubernetes.image, or name a secret for the "
+    "registry in kubernetes.image_pull_secrets",
+    "ErrImageNeverPull": "its image is not on the node and must not be pulled; fix "
+    "kubernetes.image_pull_policy",
+    "InvalidImageName": "its image has no valid name; fix kubernetes.image",
+    "CreateContainerConfigError": "its container cannot be set up: a Secret or ConfigMap that it "
+    "names is missing; or its image would run as root: name a user of it in "
+    "kubernetes.security.run_as_user (0, if it must be root)",
+    "CreateContainerError": "its container cannot be made",
+    "RunContainerError": "its container cannot be started",
+    "CrashLoopBackOff": "its container ends again and again, and is started later each time",
+}
+"""Reasons of a waiting container -> what they mean."""
+_PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
+"""Those of them that may pass."""
+
+OUTLIVED_S: Final = 600.0
+"""An end says nothing any more of a pod that has run for so long since; as
+`launcher/node/pod.py:LIVED_S`, where the count of failures begins anew."""
+_PLAIN: Final = ("", "Error", "Completed")
+"""Reasons of an end that say no more than its code."""
+_OUR_CODES: Final = (91, 92, 93, 94, 143)
+"""Of agents, and of pods that ask to be made anew: by themselves no failure of a start."""
+NEVER_RAN: Final = ("StartError", "ContainerCannotRun", "RunContainerError")
+"""Reasons of an end before the container's first instruction (containerd, cri-o, dockershim)."""
+_CANNOT_START: Final = (
+    "its container cannot be started: fix what the message names (kubernetes.python, a volume over "
+    "files of the image, the node's container runtime)"
+)
+_ENDED: Final[dict[str | int, str]] = {
+    "OOMKilled": "it ran out of memory; raise kubernetes.memory, which /dev/shm (kubernetes.shm) "
+    "counts towards",
+    **dict.fromkeys(NEVER_RAN, _CANNOT_START),
+    "Evicted": "its node evicted it, for want of memory or disk there; ask for what it needs "
+    "(kubernetes.memory), and write to a volume",
+    "Preempting": "a pod of higher priority took its place",
+    "DeadlineExceeded": "its time is over (activeDeadlineSeconds)",
+    **dict.fromkeys(
+        ("Terminated", "NodeShutdown", "Shutdown"), "its node was shut down, or is about to be"
+    ),
+    **dict.fromkeys(
+        ("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods", "NodeAffinity"),
+        "its node refused it: what it needs is not free there, or not healthy",
+    ),
+    1: "Python ended before the agent began: the image needs the same holdfast as this machine",
+    2: "its program is none that can be run: fix kubernetes.python or kubernetes.image",
+    126: "its program cannot be run: fix kubernetes.python or kubernetes.image",
+    127: "its program is not in the image, or a volume hides it: fix kubernetes.python, "
+    "kubernetes.image or kubernetes.volumes",
+    128: _CANNOT_START,
+    137: "it was killed from outside (SIGKILL): for want of memory on its node, by its runtime, or "
+    "at the end of its grace period",
+    144: "it cannot read job.json or write to the claim: see its output (holdfast logs)",
+}
+"""Reason of an end, or its exit code -> what it means."""
+_TOLD_END: Final = re.compile(
+    r"Error pod (\S+) container (\S+) exitCode: (\d+) terminated message: ?(.*)", re.DOTALL
+)
+"""The training operator's event about an end, whose pod it then replaces under the same name."""
+
+_UNSCHEDULABLE: Final = (
+    (
+        re.compile(r"Insufficient ([\w./-]*\w)"),
+        "no node has enough free {0}; it starts when others end, or never if no node has as much",
+    ),
+    (
+        re.compile(r"untolerated taint \{([^}:]+)"),
+        "nodes are kept for others by the taint {0}; see kubernetes.tolerations",
+    ),
+    (
+        re.compile(r'persistentvolumeclaim "([^"]+)" not found'),
+        "claim {0} does not exist; create it, or fix kubernetes.claim",
+    ),
+    (
+        re.compile(r"unbound immediate PersistentVolumeClaims"),
+        "its claim has no volume yet; see kubectl get pvc",
+    ),
+    (
+        re.compile(r"node affinity|node selector"),
+        "no node is what it asks for; see kubernetes.node_selector, topology and exclude",
+    ),
+    (re.compile(r"unschedulable"), "nodes are cordoned"),
+)
+"""Parts of the scheduler's message -> what they mean; the first that is there counts."""
+
+_NOT_MOUNTED: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What keeps one pod from doing its part."""
+
+    pod: str
+    reason: str
+    """The platform's own words."""
+    words: str
+    """For people, with how to fix them."""
+    is_final: bool = False
+    """It will not start however long one waits."""
+    t_unix: float | None = None
+    """When its container was ended, or found unable to start; None: it has to wait, or is away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How the agent of one pod ended by an error."""
+
+    pod: str
+    node: str
+    code: int
+    """Exit code; 128 and more: a signal, or a pod that may be tried again."""
+    reason: str
+    """The platform's word, as OOMKilled."""
+    message: str
+    t_unix: float
+    container: str = ""
+    """Which of its containers; empty: the agent's, or the pod as a whole."""
+
+    @property
+    def said(self) -> str:
+        """The platform's reason and message. What was killed for memory tells only its log."""
+        return joined(self.reason, "" if self.reason == "OOMKilled" else self.message)
+
+    @property
+    def meaning(self) -> str:
+        """What it means, with how to fix it; empty: its own output says it."""
+        known = _ENDED.get(self.reason) or _ENDED.get(self.code, "")
+        if not self.container:
+            return known
+        # Exit codes of other programs mean what they say themselves.
+        known = known if self.reason in _ENDED else "see its output (kubectl logs -c)"
+        return f"container {self.container}: {known}"
+
+
+def text_of(value: Any) -> str:
+    """Return a text of the platform's on one line, and not endlessly."""
+    flat = " ".join(str(value or "").split())
+    return flat if len(flat) <= _MOST_CHARS else flat[: _MOST_CHARS - 1] + "…"
+
+
+def time_of(value: Any) -> float | None:
+    """Return a time of the API (RFC 3339) in Unix seconds; None: there is none."""
+    try:
+        found = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return found.timestamp() if found.tzinfo is not None else None
+
+
+def name_of(thing: Mapping[str, Any]) -> str:
+    """Return the name of an object."""
+    return str((thing.get("metadata") or {}).get("name") or "")
+
+
+def made_at(thing: Mapping[str, Any]) -> float | None:
+    """Return when an object was made, in Unix seconds; None: it does not say."""
+    return time_of((thing.get("metadata") or {}).get("creationTimestamp"))
+
+
+def label_of(thing: Mapping[str, Any], key: str) -> str:
+    """Return a label of an object; empty: it has none."""
+    return str(((thing.get("metadata") or {}).get("labels") or {}).get(key) or "")
+
+
+def joined(reason: str, message: str) -> str:
+    """Return the platform's reason and message as one text."""
+    return f"{reason}: {message}" if reason and message else reason or message
+
+
+def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
+    """Return the condition `kind` of an object, whatever its status; None: there is none."""
+    for found in (thing.get("status") or {}).get("conditions") or ():
+        if isinstance(found, dict) and found.get("type") == kind:
+            return found
+    return None
+
+
+def is_true(thing: Mapping[str, Any], *kinds: str) -> Object | None:
+    """Return the first condition of `kinds` that holds; None: none does."""
+    for kind in kinds:
+        found = condition(thing, kind)
+        if found is not None and str(found.get("status")).lower() == "true":
+            return found
+    return None
+
+
+def has_ended(job: Mapping[str, Any]) -> bool:
+    """Whether a job has come to its end, a good one or not."""
+    return is_true(job, *DONE, "Failed") is not None
+
+
+def agent_status(pod: Mapping[str, Any]) -> Object:
+    """Return the status of the container that runs the agent; empty: it has none yet."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    found = [one for one in statuses if isinstance(one, dict)]
+    named = [one for one in found if one.get("name") in AGENTS]
+    return (named or found or [{}])[0]
+
+
+def _statuses(pod: Mapping[str, Any]) -> list[Object]:
+    """Return the statuses of all containers: the agent's, init containers', others'."""
+    status, agents = pod.get("status") or {}, agent_status(pod)
+    every = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    return [agents, *(one for one in every if isinstance(one, dict) and one is not agents)]
+
+
+def _other_than_agents(pod: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Return the name of a container; empty: it is the agent's."""
+    return "" if status is agent_status(pod) else str(status.get("name") or "")
+
+
+def phase_of(pod: Mapping[str, Any]) -> str:
+    """Return its phase: Pending, Running, Succeeded, Failed, Unknown."""
+    return str((pod.get("status") or {}).get("phase") or "Pending")
+
+
+def is_ending(pod: Mapping[str, Any]) -> bool:
+    """Whether it has been deleted and is still there."""
+    return bool((pod.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def runs(pod: Mapping[str, Any]) -> bool:
+    """Whether its agent runs now, as far as the platform knows."""
+    return is_alive(pod) and not is_ending(pod)
+
+
+def is_alive(pod: Mapping[str, Any]) -> bool:
+    """Whether a command can be run in it: its agent runs, though it may be ending."""
+    state = agent_status(pod).get("state") or {}
+    return phase_of(pod) == "Running" and ("running" in state or not state)
+
+
+def has_started(pod: Mapping[str, Any]) -> bool:
+    """Whether its agent runs or has run: only then can it have something to save."""
+    status = agent_status(pod)
+    states = {**(status.get("lastState") or {}), **(status.get("state") or {})}
+    if (states.get("terminated") or {}).get("reason") in NEVER_RAN and "running" not in states:
+        return False
+    return phase_of(pod) != "Pending" or "running" in states or "terminated" in states
+
+
+def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
+    """Whether a pod that should run has a node that does not answer, so it counts for nothing.
+
+    Where nobody may ask about nodes the pod says it: its containers are ready and it is not, for
+    the control plane alone says the one (MarkPodsNotReady), the kubelet both.
+
+    Args:
+        pod: the pod.
+        ready: node -> whether it answers, of the nodes that were asked about.
+    """
+    if not is_alive(pod):
+        return False
+    gates = (pod.get("spec") or {}).get("readinessGates")
+    of_pod, of_containers = condition(pod, "Ready"), is_true(pod, "ContainersReady")
+    unready = of_pod is not None and str(of_pod.get("status")).lower() != "true"
+    return ready.get(host_of(pod)) is False or (unready and of_containers is not None and not gates)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return names for people: the first few, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def host_of(pod: Mapping[str, Any]) -> str:
+    """Return the name of its node; empty: it has none yet."""
+    return str((pod.get("spec") or {}).get("nodeName") or "")
+
+
+def in_order(pods: Iterable[Object]) -> list[Object]:
+    """Return pods by name, numbers by their value."""
+
+    def key(pod: Object) -> list[tuple[bool, int, str]]:
+        parts = re.split(r"(\d+)", name_of(pod))
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+
+    return sorted(pods, key=key)
+
+
+def trouble_of(
+    pod: Object,
+    *,
+    events: Sequence[Object] = (),
+    ready: Mapping[str, bool] | None = None,
+    now_unix: float,
+    job_ends: bool = False,
+) -> Trouble | None:
+    """Return what keeps `pod` from running; None: nothing, or nothing that is known.
+
+    Args:
+        pod: the pod.
+        events: events of the namespace, any.
+        ready: node -> whether it answers, of the nodes that were asked about.
+        now_unix: the time.
+        job_ends: its whole job has been deleted.
+    """
+    name, phase = name_of(pod), phase_of(pod)
+    stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
+    if stuck is not None:
+        return stuck
+    if is_ending(pod):  # evicted from a node that has been silent for long
+        return _lost(pod, ready or {})
+    if phase in ("Succeeded", "Failed"):
+        return None
+    for status in _statuses(pod):
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
+        if reason in _WAITING:
+            other = _other_than_agents(pod, status)
+            where = f"container {other}: " if other else ""
+            return Trouble(
+                pod=name,
+                reason=joined(reason, message),
+                words=where + _WAITING[reason] + _last_end(status),
+                is_final=reason not in _PASSES,
+                t_unix=now_unix,
+            )
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled is not None and str(scheduled.get("status")).lower() == "false":
+        return _unscheduled(name, scheduled)
+    return _started_badly(pod, events, ready or {})
+
+
+def failures(pods: Iterable[Object]) -> list[Failure]:
+    """Return how pods ended by an error, the earliest first; of a pod its last end."""
+    found = [failure for pod in pods if (failure := _failure_of(pod)) is not None]
+    return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
+
+
+def _failure_of(pod: Object) -> Failure | None:
+    """Return how a pod ended by an error: its agent, else another container, else as a whole."""
+    whole, other = pod.get("status") or {}, ""
+    ended: Mapping[str, Any] = {}
+    for status in _statuses(pod):
+        ended = _ended_of(status)
+        other = _other_than_agents(pod, status)
+        if "exitCode" in ended or phase_of(pod) != "Failed":
+            break
+    if ended.get("exitCode") not in (0, None):
+        code, reason = int(ended["exitCode"]), str(ended.get("reason") or "")
+        message, when = ended.get("message"), ended.get("finishedAt")
+    elif phase_of(pod) == "Failed" and not ended:
+        # Evicted, or killed by its node: no container could say anything.
+        code, reason, other = 1, str(whole.get("reason") or "PodFailed"), ""
+        message, when = whole.get("message"), whole.get("startTime")
+    else:
+        return None
+    return Failure(
+        pod=name_of(pod),
+        node=host_of(pod),
+        code=code,
+        reason=str(whole.get("reason") or "") if reason in _PLAIN else reason,
+        message=text_of(message or whole.get("message")),
+        t_unix=time_of(when) or float("inf"),
+        container=other,
+    )
+
+
+def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the last end of a container; empty: it has not ended."""
+    for state in (status.get("state"), status.get("lastState")):
+        ended = (state or {}).get("terminated")
+        if isinstance(ended, dict):
+            return ended
+    return {}
+
+
+def told_ends(events: Iterable[Object], job: Object) -> list[Failure]:
+    """Return how containers ended whose pods were replaced, as the training operator told.
+
+    Args:
+        events: of the namespace, any.
+        job: a PyTorchJob; what was told before it was made is of a former one.
+    """
+    found, since = [], made_at(job) or 0.0
+    for event in events:
+        match = _TOLD_END.match(str(event.get("message") or ""))
+        about = event.get("involvedObject") or {}
+        t_unix = time_of(event.get("lastTimestamp") or event.get("eventTime"))
+        if match is None or about.get("name") != name_of(job) or t_unix is None or t_unix < since:
+            continue
+        pod, container, code, message = match.groups()
+        reason = str(event.get("reason") or "")
+        found.append(
+            Failure(
+                pod=pod,
+                node="",
+                code=int(code),
+                reason="" if reason in _PLAIN else reason,
+                message=text_of(message),
+                t_unix=t_unix,
+                container="" if container in AGENTS else container,
+            )
+        )
+    return found
+
+
+def bad_ends(
+    pods: Sequence[Object], told: Iterable[Failure], *, now_unix: float
+) -> dict[str, Trouble]:
+    """Return pods -> how their containers were ended, or could not start, not long ago.
+
+    Of each place in the job the newest pod counts, and the newest end, its own or of one before it.
+    Pods that ask to be made anew (143), as after a drain, are not in trouble.
+
+    Args:
+        pods: of the job.
+        told: further ends, of pods that are gone.
+        now_unix: the time.
+    """
+    places: dict[str, list[Object]] = {}
+    for pod in sorted(pods, key=lambda pod: made_at(pod) or 0.0):
+        places.setdefault(_place(pod), []).append(pod)
+    gone: dict[str, list[Failure]] = {}
+    for end in told:
+        gone.setdefault(end.pod, []).append(end)
+    found = {}
+    for place, there in places.items():
+        own = failures(there)
+        ends = [end for end in (*own, *gone.get(place, ())) if _is_telling(end)]
+        began = ((agent_status(there[-1]).get("state") or {}).get("running") or {}).get("startedAt")
+        since = time_of(began)
+        if not ends or (since is not None and now_unix - since >= OUTLIVED_S):
+            continue
+        last = max(ends, key=lambda end: end.t_unix)
+        again = f" ({len(own)} times in all)" if len(own) > 1 else ""
+        code = f"ended with code {last.code}{again}"
+        found[name_of(there[-1])] = Trouble(
+            pod=name_of(there[-1]),
+            reason=last.said or code,
+            words=f"{last.meaning or 'see its output (holdfast logs)'}; {code}",
+            t_unix=min(last.t_unix, now_unix),
+        )
+    return found
+
+
+def _is_telling(end: Failure) -> bool:
+    return bool(end.reason) or end.code not in _OUR_CODES
+
+
+def _place(pod: Mapping[str, Any]) -> str:
+    """Return what a pod and those made in its place share: the index of its Job, else its name."""
+    index = label_of(pod, "batch.kubernetes.io/job-completion-index")
+    return f"{label_of(pod, 'batch.kubernetes.io/job-name')} {index}" if index else name_of(pod)
+
+
+def stuck_s(pod: Mapping[str, Any], now_unix: float) -> float | None:
+    """Return for how long a pod should have been gone; None: it is not stuck."""
+    # The grace period is in that time already.
+    over = time_of((pod.get("metadata") or {}).get("deletionTimestamp"))
+    return None if over is None or now_unix - over < STUCK_S else now_unix - over
+
+
+def _stuck(
+    pod: Object, ready: Mapping[str, bool], now_unix: float, *, job_ends: bool
+) -> Trouble | None:
+    """Return the trouble of a pod that stays Terminating for ever."""
+    metadata = pod.get("metadata") or {}
+    late_s = stuck_s(pod, now_unix)
+    if late_s is None:
+        return None
+    name, node, namespace = name_of(pod), host_of(pod), str(metadata.get("namespace") or "default")
+    # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
+    silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
+    minutes = max(1, int(late_s / 60))
+    so = "The job continues without it; no new pod takes its place while this one is there"
+    if job_ends:
+        so = "The job stays while this pod is there"
+    taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    force = f"kubectl delete pod {name} --namespace {namespace} --grace-period=0 --force"
+    # A Job with a failure policy replaces only what has failed, and its finalizer outlives force.
+    if _TRACKED in (metadata.get("finalizers") or ()):
+        way = f"{taint} (deleting the pod by force is not enough: the Job waits for it to fail)"
+    else:
+        way = f"{force} (needs the verb delete on pods, as the Role holdfast-submitter grants), or "
+        way += taint
+    return Trouble(
+        pod=name,
+        reason=f"pod {name} is Terminating, node {node} {silent}",
+        words=f"pod {name} should have ended {minutes} min ago, but its node {node} {silent}. "
+        f"{so}. Where the node is surely off: {way}",
+    )
+
+
+def _started_badly(
+    pod: Object, events: Sequence[Object], ready: Mapping[str, bool]
+) -> Trouble | None:
+    name, phase = name_of(pod), phase_of(pod)
+    uid = (pod.get("metadata") or {}).get("uid")
+    for event in events if phase == "Pending" else ():
+        about = event.get("involvedObject") or {}
+        if about.get("uid") not in (None, uid):
+            continue  # a former pod's of the same name, which went while it was being mounted
+        if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
+            return Trouble(
+                pod=name,
+                reason=joined(str(event["reason"]), text_of(event.get("message"))),
+                words="its volumes cannot be mounted; fix kubernetes.claim or volumes, or see "
+                f"kubectl describe pod {name}",
+            )
+    return _lost(pod, ready)
+
+
+def _lost(pod: Object, ready: Mapping[str, bool]) -> Trouble | None:
+    if not is_lost(pod, ready):
+        return None
+    node = host_of(pod)
+    return Trouble(
+        pod=name_of(pod),
+        reason=f"node {node} is NotReady",
+        words=f"node {node} does not answer",
+    )
+
+
+def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:
+    reason, message = str(scheduled.get("reason") or ""), text_of(scheduled.get("message"))
+    words = "no node takes it"
+    if reason == "SchedulingGated":
+        words = "it is held by a scheduling gate until its queue has placed it"
+    for pattern, meaning in _UNSCHEDULABLE:
+        match = pattern.search(message)
+        if match is not None:
+            words = meaning.format(*match.groups())
+            break
+    reason = joined(reason, message)
+    return Trouble(pod=name, reason=reason, words=words, is_final="persistentvolumeclaim" in reason)
+
+
+def _last_end(status: Mapping[str, Any]) -> str:
+    """Return how a container ended last, to be added to a sentence; empty: it has not."""
+    ended = (status.get("lastState") or {}).get("terminated") or {}
+    if "exitCode" not in ended:
+        return ""
+    reason = str(ended.get("reason") or "")
+    said = "" if reason in _PLAIN else f", {joined(reason, text_of(ended.get('message')))}"
+    return f"; last with code {ended['exitCode']}{said}"

@@ -1,0 +1,423 @@
+"""What the objects of the API come to: job, pods, events -> JobStatus and words. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, EXIT_SAVED
+from launcher.platforms.base import NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
+from launcher.platforms.exit_codes import EXIT_TEXTS
+from launcher.platforms.kubernetes.documents import Object
+from launcher.platforms.kubernetes.errors import POD_SECURITY
+from launcher.platforms.kubernetes.pods import (
+    DONE,
+    Failure,
+    Trouble,
+    agent_status,
+    bad_ends,
+    condition,
+    failures,
+    has_ended,
+    has_started,
+    host_of,
+    in_order,
+    is_ending,
+    is_lost,
+    is_true,
+    joined,
+    label_of,
+    listed,
+    made_at,
+    name_of,
+    phase_of,
+    runs,
+    text_of,
+    time_of,
+    told_ends,
+    trouble_of,
+)
+
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+_NOT_MADE: Final = ("FailedCreate", "FailedCreatePod", "FailedCreateJob", "JobCreationFailed")
+"""Reasons of events of a job whose pods are refused."""
+
+_QUEUE_WORDS: Final = (
+    (
+        re.compile(r"maximum capacity|insufficient quota for"),
+        (
+            "it asks for more than its queue has in all, so it will never start: lower "
+            "cluster.nodes, or use another kubernetes.queue"
+        ),
+    ),
+    (
+        re.compile(r"insufficient unused quota|quota|preempt"),
+        "its queue's quota is in use; it starts when others end",
+    ),
+    (
+        re.compile(r"LocalQueue .*(doesn't exist|does not exist|not found)|not exist"),
+        "the queue does not exist; fix kubernetes.queue (kubectl get localqueues)",
+    ),
+    (re.compile(r"inactive|stopped", re.IGNORECASE), "its queue is stopped; ask an administrator"),
+    (re.compile(r"topology", re.IGNORECASE), "its queue finds no room near enough together"),
+)
+"""Parts of Kueue's message -> what they mean; the first that is there counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the API showed of one job."""
+
+    job: Object | None
+    """None: there is no such object (any more)."""
+    pods: Sequence[Object] = ()
+    """Of the job, those that are ending too."""
+    events: Sequence[Object] = ()
+    """Of its namespace; any may be among them."""
+    workloads: Sequence[Object] = ()
+    """Kueue's, of its namespace."""
+    ready: Mapping[str, bool] = field(default_factory=dict)
+    """Node -> whether it answers; only those that were asked about."""
+    num_pods: int = 0
+    """How many it should have; 0: not known."""
+
+    @property
+    def reached(self) -> list[str]:
+        """Names of the pods whose agents run, by number, but for those of lost nodes."""
+        found = [pod for pod in in_order(self.pods) if runs(pod) and not is_lost(pod, self.ready)]
+        return [name_of(pod) for pod in found]
+
+    @property
+    def left(self) -> list[Object]:
+        """What remains of a deleted job: pods whose agents have started.
+
+        While a job goes, a controller may replace a pod of it; that one lacks its ConfigMaps,
+        never starts, and goes too.
+        """
+        return [pod for pod in in_order(self.pods) if has_started(pod)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more, though pods of it may still be ending."""
+        if self.job is None or has_ended(self.job):
+            return True
+        return is_ending(self.job) and not self.left
+
+
+def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
+    """Return what `seen` comes to.
+
+    Args:
+        seen: what the API showed.
+        now_unix: the time.
+        stop_asked: `holdfast cancel` has asked for the end of the run.
+    """
+    job = seen.job
+    if job is None:
+        return _deleted(seen, now_unix, stop_asked=stop_asked)
+    done = is_true(job, *DONE)
+    failed = None if done else is_true(job, "Failed")
+    there = seen.reached
+    lost = [pod for pod in in_order(seen.pods) if is_lost(pod, seen.ready)]
+    known: dict[str, Any] = {
+        "submitted": made_at(job),
+        "started": _started(seen),
+        "nodes": tuple(there),
+        "nodes_lost": tuple(name_of(pod) for pod in lost),
+        "source": str(job.get("kind") or "Kubernetes"),
+    }
+    if done is not None:
+        return JobStatus(state=JobState.DONE, code=0, ended=_since(done), **known)
+    if failed is not None:
+        return _failed(seen, failed, known)
+    if is_ending(job):
+        return _deleted(seen, now_unix, stop_asked=stop_asked, started=known["started"])
+    troubles = _troubles(seen, now_unix)
+    broke = [trouble.t_unix for trouble in troubles if trouble.t_unix is not None]
+    known["broke"] = max(broke, default=None)
+    over = seen.pods and all(phase_of(pod) in ("Succeeded", "Failed") for pod in seen.pods)
+    if there or lost or (over and any(map(has_started, seen.pods))):
+        return _running(seen, troubles, known, len(there))
+    return _pending(seen, troubles, known)
+
+
+def events_of(seen: Seen) -> list[PlatformEvent]:
+    """Return what the platform did with the job and its pods, in order of time."""
+    names = {name_of(pod) for pod in seen.pods}
+    if seen.job is not None:
+        names.add(name_of(seen.job))
+    found = []
+    for event in seen.events:
+        about = event.get("involvedObject") or {}
+        name = str(about.get("name") or "")
+        if name not in names and not any(name.startswith(f"{known}-") for known in names):
+            continue
+        moment = event.get("lastTimestamp") or event.get("eventTime")
+        t_unix = time_of(moment) if moment else made_at(event)
+        if t_unix is None:
+            continue
+        times = int(event.get("count") or 1)
+        often = f" ({times} times)" if times > 1 else ""
+        what = f"{about.get('kind', '')} {name}".strip()
+        text = f"{what}: {event.get('reason', '')}: {text_of(event.get('message'))}{often}"
+        found.append(PlatformEvent(t_unix=t_unix, text=text))
+    return sorted(found, key=lambda event: event.t_unix)
+
+
+def description_of(seen: Seen) -> dict[str, str]:
+    """Return what is kept of the job, in the platform's own names; empty: nothing."""
+    job = seen.job
+    if job is None:
+        return {}
+    metadata = job.get("metadata") or {}
+    shown = {
+        "Kind": f"{job.get('kind')} ({job.get('apiVersion')})",
+        "Name": name_of(job),
+        "Namespace": str(metadata.get("namespace") or ""),
+        "UID": str(metadata.get("uid") or ""),
+        "Created": str(metadata.get("creationTimestamp") or ""),
+        "Queue": str((metadata.get("labels") or {}).get(QUEUE_LABEL) or ""),
+        "Conditions": _conditions(job),
+    }
+    phases = Counter("Terminating" if is_ending(pod) else phase_of(pod) for pod in seen.pods)
+    shown["Pods"] = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+    for pod in in_order(seen.pods):
+        phase = "Terminating" if is_ending(pod) else phase_of(pod)
+        restarts = int(agent_status(pod).get("restartCount") or 0)
+        again = f", restarted {restarts} times" if restarts else ""
+        shown[f"Pod {name_of(pod)}"] = f"{phase} on {host_of(pod) or 'no node yet'}{again}"
+    return {key: value for key, value in shown.items() if value}
+
+
+def _deleted(
+    seen: Seen, now_unix: float, *, stop_asked: bool, started: float | None = None
+) -> JobStatus:
+    """Return the status of a job whose object is not there, or is about to go."""
+    left = tuple(map(name_of, seen.left))
+    if left:
+        what = "was deleted" if seen.job is None else "is ending"
+        return JobStatus(
+            state=JobState.RUNNING,
+            reason="Terminating",
+            words=f"it {what}; {_leaving(seen, now_unix)}",
+            started=started,
+            nodes=left,
+            source="pods",
+        )
+    if seen.job is not None:  # not final: a finalizer may keep it until it is cancelled again
+        return JobStatus(
+            state=JobState.UNKNOWN,
+            reason=NO_SUCH_JOB,
+            words="it was deleted and nothing of it runs; Kubernetes is still removing its object. "
+            "Should that stay, cancel it again",
+        )
+    if stop_asked:
+        return JobStatus(
+            state=JobState.CANCELLED,
+            reason=NO_SUCH_JOB,
+            words="it was cancelled, and is gone",
+            source="RUN/stop.json",
+        )
+    return JobStatus(
+        state=JobState.UNKNOWN,
+        reason=NO_SUCH_JOB,
+        words="Kubernetes does not know it (any more): it was deleted, or its time after the end "
+        "(kubernetes.ttl_s) is over",
+    )
+
+
+def _failed(seen: Seen, failed: Mapping[str, Any], known: dict[str, Any]) -> JobStatus:
+    ends = failures(seen.pods)
+    code = job_code(ends)
+    state = JobState.SAVED if code == EXIT_SAVED else JobState.FAILED
+    said = joined(str(failed.get("reason") or ""), text_of(failed.get("message")))
+    first = f"first failing pod: {_end_words(ends[0])}" if ends else ""
+    words = "; ".join(filter(None, (EXIT_TEXTS.get(code or 0, ""), first)))
+    return JobStatus(
+        state=state, code=code, reason=said, words=words, ended=_since(failed), **known
+    )
+
+
+def job_code(ends: Sequence[Failure]) -> int | None:
+    """Return the code of a job that failed, by how its pods ended; None: nobody can say.
+
+    93 and 94 end a job wherever they come from; 128 and more only say that a pod was to be tried
+    again.
+    """
+    codes = [end.code for end in ends]
+    for final in (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP):
+        if final in codes:
+            return final
+    return next((code for code in codes if code < 128), None)
+
+
+def _running(
+    seen: Seen, troubles: Sequence[Trouble], known: dict[str, Any], running: int
+) -> JobStatus:
+    wanted = seen.num_pods or len(seen.pods)
+    if not running and not troubles:
+        words = "its pods have ended; Kubernetes has not noted the end of the job yet"
+        return JobStatus(state=JobState.RUNNING, words=words, **known)
+    if not troubles:
+        few = f"{running} of {wanted} pods run" if running < wanted else ""
+        return JobStatus(state=JobState.RUNNING, words=few, **known)
+    first = troubles[0]
+    same = [each.pod for each in troubles if each.reason == first.reason]
+    more = f" (and {len(troubles) - len(same)} more pods)" if len(troubles) > len(same) else ""
+    what = first.words
+    if first.pod not in what:
+        what = f"{'pod' if len(same) == 1 else 'pods'} {listed(same)}: {what}"
+        what += (
+            "; the job continues without it" if running and first.pod in known["nodes_lost"] else ""
+        )
+    return JobStatus(
+        state=JobState.RUNNING,
+        reason=first.reason,
+        words=f"{running} of {wanted} pods run; {what}{more}",
+        **known,
+    )
+
+
+def _pending(seen: Seen, troubles: Sequence[Trouble], known: dict[str, Any]) -> JobStatus:
+    assert seen.job is not None
+    suspended = is_true(seen.job, "Suspended")
+    queue = label_of(seen.job, QUEUE_LABEL)
+    refused = _refused(seen)
+    if not troubles and refused is None and (suspended is not None or _is_held(seen.job)):
+        reason, words = _in_queue(seen, queue, suspended)
+    elif troubles:
+        first = troubles[0]
+        many = f"{len(troubles)} of {seen.num_pods or len(seen.pods)} pods wait: "
+        reason, words = first.reason, (many if len(troubles) > 1 else "") + first.words
+    elif refused is not None:
+        reason, words = refused
+    elif seen.pods:
+        reason, words = "ContainerCreating", "its pods are being started"
+    else:
+        reason, words = "", "its controller has not made its pods yet"
+    known = {**known, "started": None}
+    return JobStatus(state=JobState.PENDING, reason=reason, words=words, **known)
+
+
+def _in_queue(seen: Seen, queue: str, suspended: Object | None) -> tuple[str, str]:
+    """Return why a suspended job waits: (the platform's words, ours)."""
+    if not queue:
+        said = text_of((suspended or {}).get("message"))
+        return joined("Suspended", said), "it is suspended, and no queue will let it continue"
+    assert seen.job is not None
+    uid = (seen.job.get("metadata") or {}).get("uid")
+    for workload in seen.workloads:
+        owners = (workload.get("metadata") or {}).get("ownerReferences") or ()
+        if not any(uid and owner.get("uid") == uid for owner in owners):
+            continue
+        for kind in ("Evicted", "QuotaReserved", "Admitted"):
+            found = condition(workload, kind)
+            if found is None or (str(found.get("status")).lower() == "true") != (kind == "Evicted"):
+                continue
+            message = text_of(found.get("message"))
+            if kind == "Evicted" and str(found.get("reason")) == "Preempted":
+                return joined("Preempted", message), (
+                    f"a job of higher priority took its place; it waits in queue {queue} again"
+                )
+            reason = joined(str(found.get("reason") or kind), message)
+            words = next((text for rule, text in _QUEUE_WORDS if rule.search(message)), "")
+            return reason, words or f"it waits in queue {queue}"
+    return "Suspended", f"it waits in queue {queue}; Kueue has not said why yet"
+
+
+def _refused(seen: Seen) -> tuple[str, str] | None:
+    """Return why its pods cannot be made: (the platform's words, ours); None: they can."""
+    assert seen.job is not None
+    name = name_of(seen.job)
+    for event in reversed(list(seen.events)):
+        about = str((event.get("involvedObject") or {}).get("name") or "")
+        if event.get("reason") not in _NOT_MADE or not (
+            about == name or about.startswith(f"{name}-")
+        ):
+            continue
+        message = text_of(event.get("message"))
+        reason = joined(str(event.get("reason")), message)
+        if "exceeded quota" in message:
+            return reason, (
+                "the namespace's quota does not let its pods be made: ask for less, end other "
+                "jobs, or ask an administrator (kubectl describe resourcequota)"
+            )
+        if "violates PodSecurity" in message:
+            return reason, (f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}")
+        if "serviceaccount" in message.lower() and "not found" in message:
+            return reason, "its service account is missing; fix kubernetes.service_account"
+        if "no PriorityClass" in message:
+            return reason, "the priority class does not exist; fix kubernetes.priority_class"
+        return reason, "its pods are refused"
+    return None
+
+
+def _troubles(seen: Seen, now_unix: float) -> list[Trouble]:
+    """Return what is wrong with pods of a job that is not over: first how starts of them ended."""
+    assert seen.job is not None
+    ended = bad_ends(seen.pods, told_ends(seen.events, seen.job), now_unix=now_unix)
+    found = []
+    for pod in in_order(seen.pods):
+        end = ended.get(name_of(pod))
+        if end is not None and seen.job["kind"] == "PyTorchJob" and not has_started(pod):
+            endless = "its PyTorchJob starts it again without end: cancel the job"
+            end = replace(end, words=f"{end.words}; {endless}")
+        trouble = _trouble(seen, pod, now_unix) or end
+        found += [] if trouble is None else [trouble]
+    return sorted(found, key=lambda trouble: trouble.t_unix is None)
+
+
+def _trouble(seen: Seen, pod: Object, now_unix: float) -> Trouble | None:
+    return trouble_of(
+        pod,
+        events=seen.events,
+        ready=seen.ready,
+        now_unix=now_unix,
+        job_ends=seen.job is None or is_ending(seen.job),
+    )
+
+
+def _leaving(seen: Seen, now_unix: float) -> str:
+    """Return what the pods of a deleted job do."""
+    stuck = [found for pod in seen.left if (found := _trouble(seen, pod, now_unix))]
+    return stuck[0].words if stuck else f"{len(seen.left)} of its pods save and end"
+
+
+def _is_held(job: Mapping[str, Any]) -> bool:
+    """Whether it is suspended by its spec, though its controller may not have said so yet."""
+    spec = job.get("spec") or {}
+    return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
+
+
+def _end_words(end: Failure) -> str:
+    where = f" on {end.node}" if end.node else ""
+    text = f"{end.pod}{where} ended with code {end.code}"
+    return "; ".join(filter(None, (f"{text} ({end.said})" if end.said else text, end.meaning)))
+
+
+def _started(seen: Seen) -> float | None:
+    """Return when the job itself started: its pods may all be younger.
+
+    A JobSet and a TrainJob note no time: they start when they are made, or let go by a queue.
+    """
+    assert seen.job is not None
+    noted = time_of((seen.job.get("status") or {}).get("startTime"))
+    held = condition(seen.job, "Suspended") or {}
+    resumed = _since(held) if str(held.get("status")).lower() == "false" else None
+    return noted or resumed or made_at(seen.job)
+
+
+def _since(found: Mapping[str, Any]) -> float | None:
+    return time_of(found.get("lastTransitionTime"))
+
+
+def _conditions(job: Mapping[str, Any]) -> str:
+    found = [
+        joined(str(one.get("type")), text_of(one.get("message")))
+        for one in (job.get("status") or {}).get("conditions") or ()
+        if str(one.get("status")).lower() == "true"
+    ]
+    return "; ".join(found)

@@ -1,0 +1,372 @@
+"""The emulated cluster: one agent per "node", all on this machine.
+
+A node is a process group of its own: the agent, its zygote, its workers. Each
+has a loopback address of its own, so nodes meet as they would over a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from elastic_trainer.plan.injected import VARIABLE as FAULTS
+from elastic_trainer.plan.injected import Inside
+from launcher.platforms.base import JobId
+from launcher.platforms.processes import (
+    MARKER,
+    catches,
+    child_named,
+    die_with_parent,
+    node_pids,
+    signal_all,
+)
+from launcher.platforms.retries import polled
+from launcher.spec.errors import PermanentError
+
+SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
+"""A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
+of a file (agent/workers/scratch.py). Its power loss is ours to tidy."""
+_LOCK = "owner"
+
+SMALL_DISK_BYTES = 1 << 30
+"""The largest file system that is filled on purpose."""
+
+ZYGOTE = "holdfast-zygote"
+"""What an agent's zygote calls itself."""
+
+AgentCommand = Callable[["LocalNode"], Sequence[str]]
+"""Returns the command line of a node's agent."""
+
+
+@dataclass(slots=True)
+class LocalNode:
+    """One emulated node."""
+
+    name: str
+    address: str
+    process: subprocess.Popen[bytes] | None = None
+    killed_at: float | None = None
+    """Monotonic time at which a power loss was emulated; None: it runs, or ended by itself."""
+    paused: bool = False
+    starts: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether its agent runs."""
+        return self.process is not None and self.process.poll() is None
+
+
+def loopback_address(run_id: str, index: int) -> str:
+    """Return the address of node `index`: 127.a.b.n, with a and b from the run's id.
+
+    Runs on one machine get addresses of their own, so a stray agent of one never
+    reaches another. a and b avoid 0 and 255; 127.0.x.y stays free for others.
+    """
+    assert 0 <= index < 250, f"node {index}: an emulated cluster has at most 250 nodes"
+    digest = hashlib.sha256(run_id.encode()).digest()
+    return f"127.{1 + digest[0] % 254}.{1 + digest[1] % 254}.{1 + index}"
+
+
+class LocalCluster:
+    """Starts, kills, pauses and returns the nodes of one run.
+
+    Use it as a context: leaving it kills whatever is left. Start it from the
+    main thread: agents die with the thread that started them, so that a killed
+    launcher leaves none behind.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        run_id: str,
+        job_id: JobId,
+        attempt: int,
+        num_nodes: int,
+        command: AgentCommand | None = None,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_dir, self.run_id, self.job_id, self.attempt = run_dir, run_id, job_id, attempt
+        self._command = command or self._agent_command
+        self._mono = mono
+        self.nodes = {
+            f"node{index}": LocalNode(f"node{index}", loopback_address(run_id, index))
+            for index in range(num_nodes)
+        }
+
+    def __enter__(self) -> Self:
+        """Return itself; nothing is started yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left."""
+        self.kill_all()
+
+    def start(self) -> None:
+        """Start an agent on every node."""
+        for name in self.nodes:
+            self.start_node(name)
+
+    def start_node(self, name: str) -> None:
+        """Power on `name`.
+
+        Raises:
+            PermanentError: its agent cannot be started.
+        """
+        node = self.nodes[name]
+        assert not node.alive, f"{name} runs already"
+        log = self.agent_log(name)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                node.process = subprocess.Popen(
+                    self._command(node),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(name, os.environ),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),  # noqa: PLW1509  it only calls prctl
+                )
+        except OSError as error:
+            raise PermanentError(f"the agent of {name} cannot be started: {error}") from error
+        node.killed_at, node.paused, node.starts = None, False, node.starts + 1
+
+    def agent_log(self, name: str) -> Path:
+        """Return where the agent of `name` writes; it holds all its starts in this attempt."""
+        return self.run_dir / "logs" / str(self.attempt) / name / "agent.log"
+
+    def pids(self, name: str) -> set[int]:
+        """Return the live processes of node `name`."""
+        process = self.nodes[name].process
+        return set() if process is None else node_pids(self._marker(name), process.pid)
+
+    def kill_node(self, name: str, *, timeout_s: float = 10.0) -> None:
+        """Emulate a power loss: agent, zygote and workers die at once; returns when all are gone.
+
+        Raises:
+            PermanentError: something is still there after `timeout_s`.
+        """
+        node = self.nodes[name]
+        if node.process is None:
+            return
+        # Whoever left the agent's session must be found before its parents die.
+        strays = self.pids(name)
+        with contextlib.suppress(ProcessLookupError):  # it had ended by itself; strays may be left
+            os.killpg(node.process.pid, signal.SIGKILL)
+        signal_all(strays, signal.SIGKILL)
+        node.killed_at, node.paused = self._mono(), False
+        process = node.process
+
+        def kill() -> set[int]:
+            process.poll()
+            left = self.pids(name)
+            signal_all(left, signal.SIGKILL)
+            return left
+
+        left = polled(kill, lambda left: not left, for_s=timeout_s, every_s=0.005, mono=self._mono)
+        process.wait(timeout_s)
+        if left:
+            raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
+
+    def kill_agent(self, name: str) -> None:
+        """SIGKILL the agent of `name` and nothing else: what dies with it is its own affair."""
+        node = self.nodes[name]
+        assert node.process is not None, f"{name} was never started"
+        node.process.kill()
+        node.process.wait()
+        node.killed_at, node.paused = self._mono(), False
+
+    def kill_zygote(self, name: str) -> None:
+        """SIGKILL the zygote of `name` and nothing else.
+
+        Raises:
+            PermanentError: it has none now.
+        """
+        process = self.nodes[name].process
+        found = None if process is None else child_named(process.pid, ZYGOTE)
+        if found is None:
+            raise PermanentError(f"{name} has no zygote now")
+        signal_all({found}, signal.SIGKILL)
+
+    def kill_worker(self, pid: int) -> None:
+        """SIGKILL one worker; it must be a process of this cluster.
+
+        Raises:
+            PermanentError: it is not, or it is gone already.
+        """
+        self._signal_worker(pid, signal.SIGKILL)
+
+    def pause_worker(self, pid: int) -> None:
+        """SIGSTOP one worker; it must be a process of this cluster.
+
+        Raises:
+            PermanentError: it is not, or it is gone already.
+        """
+        self._signal_worker(pid, signal.SIGSTOP)
+
+    def ask_worker(self, number: Inside, pid: int) -> None:
+        """Have one worker suffer a fault that only it can bring about.
+
+        Raises:
+            PermanentError: it does not listen, as scripts and workers that just start.
+        """
+        if not catches(pid, number):
+            raise PermanentError(f"process {pid} takes no such fault: not a trainer, or starting")
+        self._signal_worker(pid, number)
+
+    def _signal_worker(self, pid: int, number: int) -> None:
+        if not any(pid in self.pids(name) for name in self.nodes):
+            raise PermanentError(f"process {pid} is not a live worker of this run")
+        signal_all({pid}, number)
+
+    def return_node(self, name: str) -> None:
+        """Power on a node that was killed or whose agent has ended."""
+        self.start_node(name)
+
+    def pause_node(self, name: str) -> None:
+        """SIGSTOP everything on `name`: silent, but no connection is closed."""
+        signal_all(self.pids(name), signal.SIGSTOP)
+        self.nodes[name].paused = True
+
+    def resume_node(self, name: str) -> None:
+        """SIGCONT everything on `name`."""
+        signal_all(self.pids(name), signal.SIGCONT)
+        self.nodes[name].paused = False
+
+    def longest_dead(self) -> str | None:
+        """Return the node that was killed first of those still dead; None: all run."""
+        dead = [node for node in self.nodes.values() if node.killed_at is not None]
+        return min(dead, key=lambda node: node.killed_at or 0.0).name if dead else None
+
+    def stop(self) -> None:
+        """Ask every agent for a clean stop (SIGTERM): workers save, all leave with 91."""
+        for node in self.nodes.values():
+            if node.paused:
+                self.resume_node(node.name)
+            if node.alive and node.process is not None:
+                node.process.send_signal(signal.SIGTERM)
+
+    def check_small_disk(self) -> None:
+        """See that the run directory's file system may be filled.
+
+        Raises:
+            PermanentError: it may hold more than this run.
+        """
+        if not self.run_dir.is_mount():
+            raise PermanentError(f"{self.run_dir} is no file system of its own")
+        status = os.statvfs(self.run_dir)
+        if status.f_blocks * status.f_frsize > SMALL_DISK_BYTES:
+            raise PermanentError(f"{self.run_dir} is larger than {SMALL_DISK_BYTES >> 30} GiB")
+
+    def fill_disk(self, *, left_bytes: int) -> None:
+        """Leave so much space on the run directory's file system; `check_small_disk` first."""
+        block = bytes(1 << 12)
+        with self._filler.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(block):
+                    pass
+            file.truncate(max(0, file.tell() - left_bytes))
+
+    def free_disk(self) -> None:
+        """Undo `fill_disk`."""
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def _filler(self) -> Path:
+        return self.run_dir / ".filler"
+
+    def kill_all(self) -> None:
+        """Kill every node; nothing of this run is left afterwards."""
+        for name, node in self.nodes.items():
+            if node.process is not None and (node.alive or self.pids(name)):
+                self.kill_node(name)
+            self._tidy(name)
+
+    def _tidy(self, name: str) -> None:
+        """Remove what killed agents of `name` left in memory; a power loss would have."""
+        for path in SCRATCH.glob(f"{glob.escape(f'holdfast-{self.run_id}-{name}-')}*"):
+            try:
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue  # being made, or removed, by an agent
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its owner lives: an agent of another job on the same run
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+    def alive(self) -> list[str]:
+        """Return the names of the nodes whose agents run, paused ones included."""
+        return [name for name, node in self.nodes.items() if node.alive]
+
+    def codes(self) -> dict[str, int]:
+        """Return exit codes of the agents that ended by themselves, by node."""
+        return {
+            name: node.process.returncode
+            for name, node in self.nodes.items()
+            if node.process is not None and not node.alive and node.killed_at is None
+        }
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no agent runs; return False when `timeout_s` passed before."""
+        deadline = self._mono() + timeout_s
+        for node in self.nodes.values():
+            if node.process is None:
+                continue
+            try:
+                node.process.wait(max(0.0, deadline - self._mono()))
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def _marker(self, name: str) -> str:
+        return f"{self.job_id}/{name}"
+
+    def _environment(self, name: str, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of an agent; many nodes share few cores, so one thread each."""
+        return {
+            **base,
+            "PYTHONPATH": with_packages(base.get("PYTHONPATH")),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+            MARKER: self._marker(name),
+            FAULTS: "emulated",
+        }
+
+    def _agent_command(self, node: LocalNode) -> list[str]:
+        return [
+            # -P: no module of the user's working directory shadows a library.
+            *(sys.executable, "-P", "-u", "-m", "elastic_trainer.agent"),
+            *("--run-dir", str(self.run_dir)),
+            *("--node", node.name),
+            *("--local-addr", node.address),
+            *("--job", self.job_id),
+            *("--attempt", str(self.attempt)),
+        ]
+
+
+def with_packages(python_path: str | None) -> str:
+    """Let agents import the packages this launcher runs from, also from a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return python_path or ""
+    return os.pathsep.join([str(root), *([python_path] if python_path else [])])

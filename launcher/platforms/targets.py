@@ -1,0 +1,125 @@
+"""Name -> (renderer, backend): the only place that knows which platforms there are.
+
+Modules are named, not imported: a command that needs none of them stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from launcher.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.plan.search import Plan
+    from launcher.platforms.base import Backend
+    from launcher.spec.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One platform. All are `module:attribute`."""
+
+    renderer: str
+    backend: str
+    checker: str | None = None
+    """None: there is nothing to check but the job file."""
+    kind: str | None = None
+    """What the checker calls it, where several targets share one."""
+    sweep_renderer: str | None = None
+    """None: it has no arrays."""
+    sees_other_paths: bool = False
+    """Its nodes see other paths than this machine, so paths cannot be looked at here."""
+    nodes_return: bool = True
+    """A node that the platform holds for lost can take part again in the same job."""
+    lost: str = "node_lost"
+    """What the loss of a node is called in `signatures.toml` (`stands_for`)."""
+    exclude: str | None = None
+    """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
+
+    def load_renderer(self) -> Callable[..., dict[str, str]]:
+        """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.
+
+        `python` is the interpreter with holdfast, for platforms where the job names none.
+        """
+        renderer: Callable[..., dict[str, str]] = _load(self.renderer)
+        return renderer
+
+    def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
+        """Check what the renderer would refuse; nothing is rendered.
+
+        Args:
+            spec: the checked job.
+            plan: its plan.
+            places: run_id, run_dir and base_dir, as the renderer's.
+
+        Raises:
+            UserError: what the renderer would raise.
+        """
+        if self.checker is not None:
+            kind = {} if self.kind is None else {"kind": self.kind}
+            _load(self.checker)(spec, plan, **kind, **places)
+
+    def load_sweep_renderer(self) -> Callable[..., dict[str, str]] | None:
+        """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if there is one.
+
+        Task i of the array that is rendered runs in the folder `run_dir/i`.
+        """
+        if self.sweep_renderer is None:
+            return None
+        renderer: Callable[..., dict[str, str]] = _load(self.sweep_renderer)
+        return renderer
+
+    def load_backend(self) -> Backend:
+        """Return a backend, which submits and watches."""
+        backend: Backend = _load(self.backend)()
+        return backend
+
+
+def _on_kubernetes(kind: str) -> Target:
+    return Target(
+        f"launcher.render.{kind}:render_{kind}",
+        "launcher.platforms.kubernetes.backend:KubernetesBackend",
+        checker="launcher.render.kubernetes_objects:check_pods",
+        kind=kind,
+        sees_other_paths=True,
+        lost="pod_lost",
+        exclude="kubernetes.exclude",
+    )
+
+
+TARGETS: Final[dict[str, Target]] = {
+    "local": Target(
+        "launcher.render.local:render_local", "launcher.platforms.background:BackgroundBackend"
+    ),
+    "slurm": Target(
+        "launcher.render.sbatch:render_slurm",
+        "launcher.platforms.slurm.backend:SlurmBackend",
+        checker="launcher.render.sbatch:check_slurm",
+        sweep_renderer="launcher.render.sbatch:render_sweep",
+        nodes_return=False,  # --no-kill gives a node away for good
+        exclude="slurm.exclude",
+    ),
+    **{kind: _on_kubernetes(kind) for kind in ("pytorchjob", "jobset", "trainjob")},
+}
+"""Platforms by name."""
+
+
+def target_named(name: str) -> Target:
+    """Return the platform called `name`.
+
+    Raises:
+        UserError: HF206: there is none.
+    """
+    if name not in TARGETS:
+        raise UserError("HF206", f"{name} is not a target; use {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def _load(dotted: str) -> Any:
+    """Import `module` or `module:attribute`."""
+    module, _, attribute = dotted.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded

@@ -1,0 +1,236 @@
+"""`holdfast run --from RUN@STEP`: another run's checkpoint as the start of a new one.
+
+KEYS says what may differ between the two; docs/resume.md is generated from it
+(`python -m launcher.cli.docs resume`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from elastic_trainer.plan.config import StartFrom, TrainConfig
+from elastic_trainer.plan.models import ModelShape
+from launcher.runs.checkpoints.commits import Reference, RunCheckpoints
+from launcher.spec.errors import Problem, UserError
+from launcher.spec.spec import JobSpec
+
+CORPUS_PIN = "corpus.json"
+"""Which corpus a run was trained on; the trainer writes and compares it."""
+
+
+_WEIGHTS_ALONE = (
+    ", or take the weights alone: `holdfast checkpoint export` them, `import` them, and start "
+    "from that"
+)
+
+
+def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfig:
+    """Return `config` with the checkpoint it starts from.
+
+    Args:
+        config: of the new run.
+        reference: `RUN` or `RUN@STEP`.
+        spec: what `config` was made from, for the lines of problems.
+
+    Raises:
+        UserError: there is no such checkpoint, or every key that may not differ (HF633).
+    """
+    wanted = Reference.parse(reference)
+    found = RunCheckpoints.of(wanted.run)
+    commit = found.choose(wanted.step)
+    manifest = found.manifest(commit)
+    if found.config is not None and commit.step > 0:
+        differences = forbidden(found.config, config)
+    else:
+        shape = manifest.model or (found.config.model if found.config else config.model)
+        differences = forbidden_shape(shape, config.model)
+    name = f"{wanted.run}@{commit.step}"  # as the user wrote it
+    problems = list(_problems(differences, name, commit.step, config, spec))
+    if problems:
+        raise UserError.many(problems)
+    start = StartFrom(
+        run=str(wanted.run.absolute()),
+        checkpoints=str(found.storage.root),
+        epoch=commit.epoch,
+        step=commit.step,
+        dir=commit.dir,
+        manifest_sha256=commit.manifest_sha256,
+    )
+    return dataclasses.replace(config, start_from=start)
+
+
+def corpus_pin(start: StartFrom) -> dict[str, str]:
+    """Return the file that holds the new run to the old one's corpus, whose samples it takes.
+
+    None for imported weights, which have no samples behind them.
+
+    Raises:
+        UserError: HF202 it cannot be read.
+    """
+    pin = Path(start.run) / CORPUS_PIN
+    try:
+        return {CORPUS_PIN: pin.read_text(encoding="utf-8")} if start.step > 0 else {}
+    except FileNotFoundError:
+        return {}  # it was never trained with this version
+    except (OSError, ValueError) as error:
+        raise UserError("HF202", f"{pin} cannot be read: {error}") from error
+
+
+def _problems(
+    differences: list[Difference], name: str, step: int, config: TrainConfig, spec: JobSpec
+) -> Iterator[Problem]:
+    for key, before, now, reason in differences:
+        section = key.split(".")[0]
+        yield spec.problem(
+            "HF633",
+            section if section == "model" else key,
+            f"{key.split('.')[-1]} was {before} in {name} and is {now}: {reason}; set it back"
+            + ("" if section == "model" else _WEIGHTS_ALONE),
+        )
+    if config.train.steps <= step:
+        yield spec.problem(
+            "HF633",
+            "train.steps",
+            f"{name} has done step {step}, so steps {config.train.steps} leaves nothing to do; "
+            f"use more, as in --set train.steps={step + 1000}",
+        )
+
+
+# -- which keys may differ; pure ------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """A key of the job, or all below it."""
+
+    may_change: bool
+    reason: str
+    """What happens when it changes, or why it may not."""
+
+
+_FITS = "the saved tensors would not fit, or would mean something else"
+_NEXT = "which samples come next depends on it: some would be lost or repeated"
+
+KEYS: Final[Mapping[str, Key]] = {
+    "name": Key(True, "it is a new run"),
+    "model": Key(False, _FITS),
+    "model.rope_theta": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_scaling_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_low_freq_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_high_freq_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_original_context": Key(True, "longer contexts; the loss may jump"),
+    "model.params": Key(True, "it counts nothing but bytes"),
+    "layout": Key(True, "resharded; the same batches, sums in another order"),
+    "cluster": Key(True, "resharded; the same batches, sums in another order"),
+    "train.seq_len": Key(False, _NEXT),
+    "train.global_batch": Key(False, _NEXT),
+    "train.seed": Key(False, _NEXT),
+    "train.micro_batch": Key(True, "the same batches, sums in another order"),
+    "train.steps": Key(True, "the learning rate decays towards the new last step"),
+    "train.precision": Key(True, "from the next step; parameters are saved in fp32"),
+    "train.float8": Key(True, "from the next step; parameters are saved in fp32"),
+    "train.recompute": Key(True, "changes memory and speed, nothing else"),
+    "train.compile": Key(True, "changes speed, and the order of sums"),
+    "train.no_sync": Key(True, "changes memory and speed, and the order of sums"),
+    "train.deterministic": Key(True, "from the next step"),
+    "train.optimizer": Key(True, "from the next step; the moments are kept"),
+    "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
+    "data.format": Key(False, _NEXT),
+    "data.tokenizer": Key(False, _NEXT),
+    "data.cut_long": Key(False, _NEXT),
+    "validation": Key(True, "the new run's own"),
+    "checkpoint": Key(True, "the new run's own"),
+    "elastic": Key(True, "the new run's own"),
+    "numbers": Key(True, "the new run's own"),
+    "network": Key(True, "the new run's own"),
+    "command": Key(True, "the script decides what it reads"),
+    "code": Key(True, "the new run's own; its script decides what it reads"),
+}
+"""Key -> may it change. The longest key that fits counts."""
+
+_OWN_TO_A_RUN = ("run_id", "model_name", "version", "start_from", "fleet", "track")
+_SPEC_KEYS = {
+    "ladder": "layout",
+    "schedule": "layout",
+    "interleave": "layout",
+    "gpus_per_node": "cluster",
+    "device": "cluster",
+    "command_dir": "command",
+}
+"""Names in job.json -> what the user wrote them as."""
+
+
+class Difference(NamedTuple):
+    """A key that differs and may not."""
+
+    key: str
+    before: Any
+    now: Any
+    reason: str
+
+
+def forbidden(before: TrainConfig, now: TrainConfig) -> list[Difference]:
+    """Return what keeps `now` from continuing where a run of `before` had come to."""
+    old, new = _flat(before), _flat(now)
+    return [
+        Difference(key, old.get(key), new.get(key), rule.reason)
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not (rule := rule_of(key)).may_change
+    ]
+
+
+def forbidden_shape(before: ModelShape, now: ModelShape) -> list[Difference]:
+    """Return the dimensions of `now` for which weights of `before` cannot be used."""
+    old, new = (
+        {"family": shape.family, **dataclasses.asdict(shape), "head_dim": shape.head_size}
+        for shape in (before, now)
+    )
+    keys = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    rules = {name: rule_of(f"model.{name}") for name in keys}
+    return [
+        Difference(f"model.{name}", old.get(name), new.get(name), rule.reason)
+        for name, rule in rules.items()
+        if not rule.may_change
+    ]
+
+
+def rule_of(key: str) -> Key:
+    """Return the rule of a key of the job file."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        rule = KEYS.get(".".join(parts[:length]))
+        if rule is not None:
+            return rule
+    raise AssertionError(f"{key} has no rule")
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    raw = {k: v for k, v in dataclasses.asdict(config).items() if k not in _OWN_TO_A_RUN}
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key in _SPEC_KEYS:
+            flat[f"{_SPEC_KEYS[key]}.{key}"] = value
+        else:
+            flat.update(_leaves(key, value))
+    # 0 stands for dim / num_heads: the same number, written or not.
+    flat |= {"model.head_dim": config.model.head_size, "model.family": config.model.family}
+    return flat
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    rows = [
+        f"| `{key}` | {'yes' if rule.may_change else '**no**'} | {rule.reason} |"
+        for key, rule in KEYS.items()
+    ]
+    return "\n".join(["| Key | May change | |", "|---|---|---|", *rows]) + "\n"

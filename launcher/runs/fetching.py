@@ -1,0 +1,52 @@
+"""Brings a run's files from where its nodes write them, before anything reads them here.
+
+On platforms that share storage with this machine there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_trainer.board.open_board import KUBERNETES
+from launcher.fleet.ledger import fleet_at, place_for
+from launcher.platforms.base import Backend, JobRef, JobState, Machines
+from launcher.spec.errors import HoldfastError, UserError
+
+
+def fetched(backend: Backend, job: JobRef) -> str:
+    """Bring what is new of the run of `job`; return what kept it from coming, or nothing.
+
+    What cannot be had now is reported beside what is known: it must not hide that. What the record
+    holds against machines goes into the fleet's ledger where that is a ConfigMap: pods without a
+    board there cannot write it.
+    """
+    if not job.id:
+        return ""
+    try:
+        backend.fetch(job)
+    except OSError as error:
+        return f"{job.run_dir} cannot be written: {error.strerror or error}"
+    except HoldfastError as error:
+        return f"the run's files could not be fetched: {_said(error)}"
+    place = place_for(Path(job.run_dir))
+    if not place.startswith(KUBERNETES) or not isinstance(backend, Machines):
+        return ""
+    try:
+        fleet_at(place, lambda: backend.register_server(job)).harvest(
+            Path(job.run_dir), newest=True
+        )
+    except HoldfastError as error:
+        return f"what the run holds against machines is not in the ledger: {_said(error)}"
+    return ""
+
+
+def fetch_running(backend: Backend, jobs: Sequence[JobRef]) -> list[str]:
+    """Bring what is new of those of the jobs that run; return what kept it from coming."""
+    statuses = backend.status(jobs)
+    running = [job for job in jobs if statuses[job].state is JobState.RUNNING]
+    return [said for job in running if (said := fetched(backend, job))]
+
+
+def _said(error: HoldfastError) -> str:
+    return error.message if isinstance(error, UserError) else str(error)

@@ -1,0 +1,145 @@
+"""What a report shows, folded from the record. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.record.events import Event
+from launcher.record import timeline
+from launcher.record.cost import Attempt, GpuTime, attempts, gpu_time_by_month, total
+from launcher.record.event import number
+
+_MAX_POINTS = 2000
+
+Curve = Sequence[tuple[int, float]]
+"""(step, loss), in step order."""
+
+
+@dataclass(kw_only=True)
+class ReportData:
+    """Everything a report shows."""
+
+    title: str
+    summary: Mapping[str, Any]
+    loss: Curve
+    validation: Curve = ()
+    """The last of each step."""
+    redone: Sequence[Curve] = ()
+    """Steps that were done but did not count, one curve per epoch."""
+    progress: Sequence[tuple[float, int]] = ()
+    """(seconds since the run's start, step), in order of time, redone ones included."""
+    speed: Mapping[str, Curve] = field(default_factory=dict)
+    """What is drawn below the loss: label of the axis -> (step, value)."""
+    spent: GpuTime | None = None
+    """GPU-time by cause."""
+    attempts: Sequence[Attempt] = ()
+    extra: Mapping[str, Curve] = field(default_factory=dict)
+    """Curves of other runs to compare with: label -> curve."""
+    compared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Summaries of other runs to compare with: label -> summary."""
+    refresh_s: int | None = None
+    """The page is loaded again after so long; None: never."""
+    notes: Sequence[tuple[str, str]] = ()
+    """(heading, text) shown below the charts; the text may have several lines."""
+
+
+def report_data(
+    events: Sequence[Event],
+    summary: Mapping[str, Any],
+    *,
+    title: str,
+    gpus_per_node: int = 1,
+    extra: Mapping[str, Curve] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+) -> ReportData:
+    """Fold the record of a run into what its report shows.
+
+    Args:
+        events: the record, in order of time.
+        summary: what `summarise` made of it.
+        title: of the page.
+        gpus_per_node: of each of the run's nodes.
+        extra: curves of other runs to compare with.
+        notes: (heading, text) shown below the charts.
+    """
+    spans = timeline.epochs(events)
+    counted = timeline.lineage(spans)
+    counts = {(done.epoch, done.step) for done in counted}
+    redone = []
+    for span in spans:
+        lost = [(s.step, s.loss) for s in span.steps.values() if (s.epoch, s.step) not in counts]
+        curve = sorted((step, loss) for step, loss in lost if loss is not None)
+        redone += [curve] if curve else []
+    origin = next((e.t_unix for e in events if e.event == "run.started"), None)
+    done = sorted((s for span in spans for s in span.steps.values()), key=lambda s: s.t)
+    origin = origin if origin is not None else (done[0].t if done else 0.0)
+    validated = {
+        event.step: loss
+        for event in events
+        if event.event == "validation.completed"
+        and event.step is not None
+        and (loss := number(event, "loss")) is not None
+    }
+    return ReportData(
+        title=title,
+        summary=summary,
+        loss=[(s.step, s.loss) for s in counted if s.loss is not None],
+        validation=sorted(validated.items()),
+        redone=redone,
+        progress=[(s.t - origin, s.step) for s in done],
+        speed=_speed(counted),
+        spent=total(gpu_time_by_month(events, gpus_per_node=gpus_per_node).values()),
+        attempts=attempts(events),
+        extra=extra or {},
+        notes=notes,
+    )
+
+
+def loss_curve(events: Sequence[Event]) -> Curve:
+    """Return the loss of the steps that count."""
+    counted = timeline.lineage(timeline.epochs(events))
+    return [(done.step, done.loss) for done in counted if done.loss is not None]
+
+
+def _speed(counted: Sequence[timeline.StepDone]) -> dict[str, Curve]:
+    """Return the curves that there are figures for."""
+    curves = {
+        "gradient norm": [(s.step, s.grad_norm) for s in counted if s.grad_norm is not None],
+        "step time (s)": [(s.step, s.step_s) for s in counted if s.step_s is not None],
+        "MFU": [(s.step, s.mfu) for s in counted if s.mfu is not None],
+    }
+    return {label: curve for label, curve in curves.items() if curve}
+
+
+def no_curve_text(summary: Mapping[str, Any]) -> str:
+    """Return why there is no loss to draw."""
+    if summary["steps"]:
+        return "no step has reported a loss"
+    return "no step was completed"
+
+
+def thin(points: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
+    """Return at most about `most` points, the last one among them."""
+    stride = -(-len(points) // most) or 1
+    kept = list(points[::stride])
+    if points and kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def differences(run: Curve, other: Curve) -> list[tuple[int, float]]:
+    """Return (step, relative distance of the losses) for the steps that both have."""
+    there = dict(other)
+    return [(k, abs(loss - there[k]) / abs(there[k])) for k, loss in run if there.get(k)]
+
+
+def kind_text(failure: Mapping[str, Any]) -> str:
+    """Return the failure's kind in words: `node_lost` as `node lost`."""
+    return str(failure["kind"]).replace("_", " ")
+
+
+def seconds_text(value: float | None) -> str:
+    """Return seconds for people; a dash where there is no number."""
+    return "-" if value is None else f"{value:.2f} s"

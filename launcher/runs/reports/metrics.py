@@ -1,0 +1,264 @@
+"""The metrics of all runs of a folder, for Prometheus: from their records, so no node is asked.
+
+A coordinator's death, a requeue or a lost node changes nothing here: totals are of the run.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elastic_trainer.plan.config import METRICS_TARGETS
+from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.regular_file import read_regular
+from launcher.record.atomic_file import write_atomic
+from launcher.record.cost import gpu_time_since
+from launcher.record.files import RunRecord
+from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS, RunMetrics
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.reports.costs import owner_of
+from launcher.runs.runs import Run, find_users_runs
+from launcher.spec.errors import HoldfastError, UserError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+GOODPUT_S: Final = 3600.0
+"""Window of the goodput."""
+_MOST_BYTES: Final = 4 << 20
+"""Of one run's list of agents: 16,384 take less than 1 MB."""
+FORGET_S: Final = 6 * 3600.0
+"""After its end a run's series stay so long: an alert has seen them."""
+
+
+class _Followed:
+    """One run: its record, what that adds up to, and its goodput."""
+
+    def __init__(self, run: Run) -> None:
+        self.name, self.user = run.path.name, owner_of(run)
+        self.metrics = RunMetrics()
+        self.goodput: float | None = None
+        self.spent: dict[str, float] = {}
+        self.ended_unix: float | None = None
+        self._record = RunRecord(run.path, newest=True)
+        self._gpus = run_dirs.load(run.path).gpus_per_node
+
+    def poll(self, now_unix: float) -> None:
+        for event in self._record.poll():
+            self.metrics.add(event)
+            self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
+        spent = gpu_time_since(
+            self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus
+        ).by_cause
+        total = sum(spent.values())
+        self.spent = spent
+        self.goodput = spent["productive"] / total if total else None
+
+
+class RunsCollector:
+    """Reads the records of a folder's runs; a collector of prometheus-client.
+
+    Args:
+        folder: of runs, or of users' folders of them.
+        wall: the clock.
+    """
+
+    def __init__(self, folder: Path, *, wall: Callable[[], float] = time.time) -> None:
+        self._folder, self._wall = folder, wall
+        self._runs: dict[Path, _Followed] = {}
+        self._lock = threading.Lock()
+        self.problems: list[str] = []
+        """Of the newest poll: what could not be read."""
+
+    def poll(self) -> None:
+        """Read what is new. Runs that cannot be read are left out and told in `problems`."""
+        found, problems = find_users_runs(self._folder)
+        now = self._wall()
+        followed = dict(self._runs)
+        for run in found:
+            try:
+                if run.path not in followed:
+                    followed[run.path] = _Followed(run)
+                followed[run.path].poll(now)
+            except (HoldfastError, OSError) as error:
+                problems.append(f"{run.path}: {error}")
+        there = {run.path for run in found}
+        with self._lock:
+            self._runs = {path: each for path, each in followed.items() if path in there}
+            self.problems = problems
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families; each has no sample rather than a wrong one."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            now = self._wall()
+            shown = [
+                each
+                for each in self._runs.values()
+                if each.ended_unix is None or now - each.ended_unix < FORGET_S
+            ]
+            unread = len(self.problems)
+        yield GaugeMetricFamily("holdfast_unread_runs", "Runs that cannot be read.", unread)
+        yield from _newest(shown)
+        yield from _totals(shown)
+
+    def agents(self) -> list[str]:
+        """Return where the agents of the runs that have not ended serve their metrics."""
+        with self._lock:
+            live = [path for path, each in self._runs.items() if each.ended_unix is None]
+        return sorted(target for path in live for target in agents_of(path))
+
+    def registry(self) -> CollectorRegistry:
+        """Return a registry of nothing else."""
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
+
+def _by_value(each: _Followed, names: Mapping[str, str]) -> dict[str, float]:
+    """Return the newest values there are of `names`, by what they are shown as."""
+    values = each.metrics.values
+    return {shown: values[name] for name, shown in names.items() if name in values}
+
+
+def _state(each: _Followed) -> dict[str, float]:
+    return {name: float(each.metrics.state == name) for name in STATES}
+
+
+_LABELLED: Final[dict[str, tuple[str, str, Callable[[_Followed], Mapping[str, float]]]]] = {
+    "run_state": ("1 for the state it is in.", "state", _state),
+    "nodes": (
+        "Nodes of the epoch.",
+        "state",
+        lambda each: _by_value(each, {"nodes": "in", "spares": "spare"}),
+    ),
+    "recovery_phase_seconds": (
+        "Of the last start or recovery.",
+        "phase",
+        lambda each: each.metrics.phases,
+    ),
+    "gpu_seconds": ("GPU time of the last hour.", "cause", lambda each: each.spent),
+}
+"""Name -> help, label, and its values by the label's."""
+_GAUGES: Final[dict[str, tuple[str, Callable[[_Followed], float | None]]]] = {
+    "exit_code": ("Of a run that has ended.", lambda each: each.metrics.exit_code),
+    "goodput_ratio": ("Productive part of the last hour's GPU time.", lambda each: each.goodput),
+    "step": ("Newest completed step.", lambda each: each.metrics.values.get("step")),
+    "epoch": ("Epoch of membership.", lambda each: each.metrics.values.get("epoch")),
+    "loss": ("Loss of the newest step.", lambda each: each.metrics.values.get("loss")),
+    "grad_norm": (
+        "Gradient norm of the newest step, before clipping.",
+        lambda each: each.metrics.values.get("grad_norm"),
+    ),
+    "mfu": (
+        "Model FLOP utilisation of the newest step.",
+        lambda each: each.metrics.values.get("mfu"),
+    ),
+    "step_completed_timestamp_seconds": (
+        "When the newest step was completed.",
+        lambda each: each.metrics.times.get("step_completed"),
+    ),
+    "snapshot_copied_timestamp_seconds": (
+        "When the newest snapshot was committed in memory.",
+        lambda each: each.metrics.times.get("snapshot_copied"),
+    ),
+    "checkpoint_committed_timestamp_seconds": (
+        "When the newest checkpoint was committed on storage.",
+        lambda each: each.metrics.times.get("checkpoint_committed"),
+    ),
+}
+"""Name -> help, and its value; None: no sample."""
+
+
+def _newest(runs: list[_Followed]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+    info = InfoMetricFamily("holdfast_run", "A run and its owner.", labels=["run"])
+    for each in runs:
+        info.add_metric([each.name], {"user": each.user})
+    yield info
+    for name, (text, label, values) in _LABELLED.items():
+        gauge = GaugeMetricFamily(f"holdfast_{name}", text, labels=["run", label])
+        for each in runs:
+            for key, value in values(each).items():
+                gauge.add_metric([each.name, key], value)
+        yield gauge
+    for name, (text, value_of) in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"holdfast_{name}", text, labels=["run"])
+        for each in runs:
+            if (only := value_of(each)) is not None:
+                gauge.add_metric([each.name], only)
+        yield gauge
+
+
+def _totals(runs: list[_Followed]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+    steps = CounterMetricFamily("holdfast_steps", "Steps.", labels=["run", "outcome"])
+    tokens = CounterMetricFamily("holdfast_tokens", "Tokens, redone ones too.", labels=["run"])
+    duration = HistogramMetricFamily(
+        "holdfast_step_duration_seconds", "From step to step.", labels=["run"]
+    )
+    for each in runs:
+        for outcome in OUTCOMES:
+            steps.add_metric([each.name, outcome], each.metrics.steps[outcome])
+        tokens.add_metric([each.name], each.metrics.tokens)
+        below, buckets = 0, []
+        for bound in (*STEP_BUCKETS_S, float("inf")):
+            below += each.metrics.buckets[bound]
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
+        duration.add_metric([each.name], buckets=buckets, sum_value=each.metrics.step_s)
+    yield from (steps, tokens, duration)
+    for name in TOTALS:
+        total = CounterMetricFamily(f"holdfast_{name}", "See docs/metrics.md.", labels=["run"])
+        for each in runs:
+            total.add_metric([each.name], each.metrics.totals[name])
+        yield total
+
+
+def agents_of(run: Path) -> list[str]:
+    """Return where the agents of a run serve their metrics; none: they do not, or it is unreadable.
+
+    The file is the run's user's, and Prometheus may reach more than they: only numeric addresses
+    are taken, and no label, which could name another path or protocol.
+    """
+    try:
+        raw = parse_json(read_regular(run / METRICS_TARGETS, _MOST_BYTES).decode())
+        targets = [each for group in raw for each in group["targets"]]
+        return [each for each in targets if _is_numeric(each)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _is_numeric(target: object) -> bool:
+    if not isinstance(target, str):
+        return False
+    address, _, port = target.rpartition(":")
+    try:
+        ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return port.isdecimal() and 1024 <= int(port) < 1 << 16
+
+
+def write_targets(path: Path, address: str, agents: Sequence[str] = ()) -> None:
+    """Write the file that Prometheus' file_sd_configs reads, complete or not at all.
+
+    Raises:
+        UserError: HF695 it cannot be written.
+    """
+    groups = [[address], *([list(agents)] if agents else [])]
+    try:
+        write_atomic(path, json.dumps([{"targets": group} for group in groups]) + "\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError("HF695", f"{path} cannot be written: {reason}; name another") from error

@@ -1,0 +1,183 @@
+"""Writes a report: one self-contained HTML page without scripts, or a PNG of its charts."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.record.events import Event
+from launcher.platforms.installed import need
+from launcher.record.atomic_file import check_output, write_atomic
+from launcher.record.event import named
+from launcher.record.timeline import StepDone, epochs, lineage
+from launcher.runs.reports.data import ReportData, kind_text, seconds_text
+from launcher.runs.watching.texts import names, span
+from launcher.spec.errors import UserError
+
+
+def write_report(data: ReportData, path: Path) -> None:
+    """Write the report to `path`, as its suffix says.
+
+    Raises:
+        UserError: HF620 another suffix; HF632 matplotlib is not there; HF612 the file
+            cannot be written.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".png", ".html", ".htm"):
+        raise UserError("HF620", f"{path}: a report is .html, .png or .csv")
+    need("a report", "matplotlib")
+    from launcher.runs.reports.charts import png  # it takes a while to import
+
+    _write(path, lambda: png(data) if suffix == ".png" else html_report(data))
+
+
+def _write(path: Path, made: Callable[[], str | bytes]) -> None:
+    try:
+        check_output(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, made())
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
+        raise UserError("HF612", message) from error
+
+
+def write_csv(events: Sequence[Event], path: Path) -> None:
+    """Write a line for each step that counts.
+
+    Raises:
+        UserError: HF612 the file cannot be written.
+    """
+    out = io.StringIO()
+    writer = csv.DictWriter(out, StepDone._fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(done._asdict() for done in lineage(epochs(events)))
+    _write(path, out.getvalue)
+
+
+def html_report(data: ReportData) -> str:
+    """Return the page as one HTML text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from launcher.runs.reports.charts import charts_of, svg
+
+    environment = Environment(
+        loader=PackageLoader("launcher.runs.reports", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=data.title,
+        started_from=data.summary.get("started_from"),
+        tiles=_tiles(data.summary),
+        charts=[
+            (chart.heading, base64.b64encode(svg(chart, data).encode()).decode())
+            for chart in charts_of(data)
+        ],
+        refresh_s=data.refresh_s,
+        tables=[*_compared(data), *_tables(data.summary), *_spent(data)],
+        notes=data.notes,
+    )
+
+
+def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return what stands at the top of the page: name -> value."""
+    asked, loss = summary["steps_asked"], summary["final_loss"]
+    lost, repeated = summary["samples_lost"], summary["samples_repeated"]
+    goodput, rate = summary["goodput"], summary["tokens_per_s"]
+    return {
+        "state": summary["state"],
+        "steps": f"{summary['steps']:,}" + (f" of {asked:,}" if asked else ""),
+        "final loss": "-" if loss is None else f"{loss:.4f}",
+        "failures": f"{len(summary['failures'])}",
+        "steps redone": "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}",
+        "restarts from scratch": f"{len(summary['from_scratch'])}",
+        "committed steps redone": f"{summary['committed_steps_redone'] or 0}",
+        "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
+        "tokens/s": "-" if rate is None else f"{rate:,.0f}",
+        "goodput": "-" if goodput is None else f"{goodput:.1%}",
+        "wall time": f"{summary['wall_s']:,.1f} s",
+    }
+
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+"""(heading, head, rows)."""
+
+
+def _compared(data: ReportData) -> list[Table]:
+    """Return this run's figures beside those of the others."""
+    if not data.compared:
+        return []
+    columns = [_tiles(summary) for summary in (data.summary, *data.compared.values())]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return [("Compared", ("", "this run", *data.compared), rows)]
+
+
+def _spent(data: ReportData) -> list[Table]:
+    """Return what GPU-time went to, and the attempts."""
+    tables: list[Table] = []
+    if data.spent is not None and data.spent.allocated:
+        hours = data.spent.to_json()
+        rows = [
+            (cause, f"{hours[cause]:,.3g}", f"{seconds / data.spent.allocated:.1%}")
+            for cause, seconds in data.spent.by_cause.items()
+            if seconds
+        ]
+        rows.append(("allocated", f"{hours['allocated']:,.3g}", ""))
+        tables.append(("GPU-hours by cause", ("cause", "GPU-hours", "share"), rows))
+    if data.attempts:
+        attempts = [
+            (
+                number,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.begun_t)),
+                span(each.ended_t - each.begun_t),
+                f"{each.nodes:,}",
+                "-" if each.code is None else each.code,
+            )
+            for number, each in enumerate(data.attempts, 1)
+        ]
+        head = ("#", "started (UTC)", "lasted", "nodes", "exit code")
+        tables.append(("Attempts", head, attempts))
+    return tables
+
+
+def _tables(summary: Mapping[str, Any]) -> list[Table]:
+    failures = [
+        (
+            number,
+            kind_text(failure),
+            named(failure["node"] or "-", failure.get("host"))
+            + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
+            failure["step"],
+            f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
+            seconds_text(failure["detected_s"]),
+            seconds_text(failure["recovered_s"]),
+            "?" if failure["steps_redone"] is None else failure["steps_redone"],
+            failure["injected"] or "no",
+            failure["detail"],
+        )
+        for number, failure in enumerate(summary["failures"], 1)
+    ]
+    layouts = [
+        (
+            f"{entry['from_step']:,} - {entry['to_step']:,}",
+            layout_label(entry["layout"]),
+            f"{len(entry['nodes']):,}",
+            names(entry["nodes"]),
+            entry["epoch"],
+        )
+        for entry in summary["layouts"]
+    ]
+    excluded = [(each["host"], each["member"], each["reason"]) for each in summary["excluded"]]
+    head = ("#", "kind", "node", "after step", "epoch", "detected", "recovered", "steps redone")
+    tables: list[Table] = [("Failures", (*head, "injected", "detail"), failures)]
+    if excluded:
+        tables.append(("Excluded machines", ("machine", "node", "reason"), excluded))
+    return [*tables, ("Layouts", ("steps", "layout", "nodes", "which", "epoch"), layouts)]

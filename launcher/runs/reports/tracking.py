@@ -1,0 +1,177 @@
+"""Follows the records of runs and writes their curves to experiment trackers.
+
+A process of its own beside the runs, as `metrics` and `notify`: it needs no node to live, no
+training waits for a tracker, and its credentials are on no node. What is written, and who
+writes, is on a board in RUN/tracking (compare-and-swap), so that of two processes one waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import Token
+from launcher.record.files import RunRecord
+from launcher.record.tracked import Point, TrackedSteps
+from launcher.runs.reports.trackers import Tracker, open_tracker
+from launcher.spec.errors import HoldfastError
+
+FOLDER: Final = "tracking"
+LEASE_S: Final = 60.0
+"""After so long without a sign of its writer another process takes a run over."""
+SETTLE_S: Final = 5.0
+"""Until a step's events are taken to have arrived, on storage that shows them late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the board says of one run."""
+
+    writer: str
+    t_unix: float
+    """Last sign of the writer."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """Tracker -> newest step written."""
+
+    def encode(self) -> bytes:
+        """Return the board's content."""
+        return json.dumps(asdict(self)).encode()
+
+
+class TrackedRun:
+    """One run and its trackers.
+
+    Args:
+        run_dir: the run.
+        run_id: what it is called in every tracker, over all attempts.
+        trackers: their names.
+        writer: this process, as no other is called.
+        wall: Unix seconds.
+        say: told what went wrong, once each.
+        settle_s: see SETTLE_S.
+        opened: opens a tracker.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        run_id: str,
+        trackers: Sequence[str],
+        writer: str,
+        wall: Callable[[], float],
+        say: Callable[[str], None],
+        settle_s: float = SETTLE_S,
+        opened: Callable[[str, Path, str, int], Tracker] = open_tracker,
+    ) -> None:
+        self._run_dir, self._run_id, self._names = run_dir, run_id, tuple(trackers)
+        self._writer, self._wall, self._say, self._settle_s = writer, wall, say, settle_s
+        self._opened = opened
+        self._board = FileBoard(run_dir / FOLDER, repair=lambda state, _: state or b"{}")
+        self._record, self._steps = RunRecord(run_dir), TrackedSteps()
+        self._points: list[Point] = []
+        """Certain, and not yet in all trackers."""
+        self._trackers: dict[str, Tracker] = {}
+        self._said, self._signed = "", 0.0
+        self.is_over = False
+        """The run has done its last step, and everything is written."""
+
+    def poll(self, *, at_once: bool = False) -> None:
+        """Write what has become certain; storage that fails is told, and tried again.
+
+        Args:
+            at_once: the record is complete: wait for nothing.
+
+        Raises:
+            UserError: HF613 the record cannot be read; HF632 a tracker's package is not here.
+        """
+        try:
+            self._poll(at_once=at_once)
+        except OSError as error:
+            self._tell(f"{self._run_dir}: {error.strerror or error}; it is tried again")
+
+    def _poll(self, *, at_once: bool) -> None:
+        for event in self._record.poll():
+            self._steps.add(event)
+        arrived = self._wall() - (0.0 if at_once else self._settle_s)
+        self._points += self._steps.take(arrived)
+        over = self._steps.ended_unix is not None and self._steps.ended_unix <= arrived
+        if not (self._points or over) and self._wall() - self._signed < LEASE_S / 3:
+            return
+        claimed = self._claim()
+        if claimed is None:
+            return
+        progress, token = claimed
+        steps = {name: self._write(name, progress.steps.get(name, 0)) for name in self._names}
+        self._forget(steps)
+        self._board.set_state(replace(progress, steps=steps).encode(), token)
+        self._signed = progress.t_unix
+        if over and not self._points:
+            self.is_over = True
+            self.close()
+
+    def close(self) -> None:
+        """Let the trackers write what they hold, and another process take the run over."""
+        while self._trackers:
+            _, tracker = self._trackers.popitem()
+            tracker.close(finished=self.is_over)
+        if not self._signed:
+            return
+        self._signed = 0.0
+        claimed = self._claim()
+        if claimed is not None:
+            progress, token = claimed
+            self._board.set_state(replace(progress, writer="", t_unix=0.0).encode(), token)
+
+    def _claim(self) -> tuple[Progress, Token] | None:
+        """Return what was written so far, and that we are the writer; None: another process is."""
+        found = self._board.get_state()
+        content, token = (b"{}", None) if found is None else found
+        raw: dict[str, Any] = json.loads(content)
+        other, seen = str(raw.get("writer", "")), float(raw.get("t_unix", 0.0))
+        if other not in ("", self._writer) and self._wall() - seen < LEASE_S:
+            self._tell(f"{self._run_dir}: {other} writes it")
+            self._forget(raw.get("steps", {}))
+            return None
+        progress = Progress(
+            writer=self._writer, t_unix=self._wall(), steps=dict(raw.get("steps", {}))
+        )
+        swapped = self._board.set_state(progress.encode(), token)
+        if swapped is None or not swapped[2]:
+            return None
+        return progress, swapped[1]
+
+    def _forget(self, steps: Mapping[str, int]) -> None:
+        """Drop the points that every tracker has."""
+        done = min(steps.get(name, 0) for name in self._names)
+        self._points = [point for point in self._points if point.step > done]
+
+    def _write(self, name: str, done: int) -> int:
+        """Write a tracker's points beyond `done`; return its newest step."""
+        try:
+            tracker = self._trackers.get(name)
+            if tracker is None:
+                tracker = self._opened(name, self._run_dir, self._run_id, done)
+                self._trackers[name] = tracker
+            done = max(done, tracker.step)
+            points = [point for point in self._points if point.step > done]
+            if points:
+                tracker.write(points)
+                done = points[-1].step
+        except HoldfastError:
+            raise
+        except Exception as error:  # noqa: BLE001  a tracker's library may raise anything
+            self._tell(
+                f"{self._run_dir}: {name}: {type(error).__name__}: {error}; it is tried again"
+            )
+            self._trackers.pop(name, None)
+        return done
+
+    def _tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)

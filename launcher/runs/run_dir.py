@@ -1,0 +1,256 @@
+"""The run directory on the launcher's side: making it, refusing a live or wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Ladder
+from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.atomic_file import beside, publish, write_new
+from elastic_trainer.storage.regular_file import open_regular, read_regular
+from elastic_trainer.storage.storage_probe import StorageError, probe_storage
+from launcher.platforms.background import MARK as _LIVE
+from launcher.platforms.processes import start_ticks
+from launcher.record.atomic_file import check_output, write_atomic
+from launcher.record.files import newest_events
+from launcher.record.status import TrainingStatus
+from launcher.runs.permissions import check_run_dir
+from launcher.spec.errors import UserError, writing
+
+JOB_JSON = "job.json"
+AGENTS_SCRIPT = "agents.sh"
+"""Of a wrapped batch script: what it reads in place of its srun."""
+RENDERED = "job.rendered.json"
+"""job.json as rendered; job.json itself is narrowed to the nodes of the attempt."""
+
+
+def create(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Make `run_dir` and write the rendered bundle into it.
+
+    Raises:
+        UserError: HF611 it exists and is not empty; HF612 it cannot be made or
+            written; HF616 other users can change it.
+    """
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        if not (run_dir / JOB_JSON).is_file():
+            raise UserError(
+                "HF611",
+                f"run directory {run_dir} exists and is not empty; use another --run-dir",
+            )
+        command = "submit" if (run_dir / "submitted.json").exists() else "run"
+        raise UserError(
+            "HF611",
+            f"run directory {run_dir} exists already; to resume it use holdfast {command} "
+            f"--resume {run_dir}, else another --run-dir",
+        )
+    check_run_dir(run_dir)
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    check_run_dir(run_dir)  # again: the umask may let others in
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
+        for name, text in files.items():
+            path = run_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text)  # others look at the run from now on
+        for name in ("events", "logs", "ledger", "board", "cache"):
+            (run_dir / name).mkdir(exist_ok=True)
+
+
+def check_storage(run_dir: Path, *, is_data: bool = False) -> None:
+    """See that the file system of a run directory can hold a run; `is_data`: see `probe_storage`.
+
+    Raises:
+        UserError: HF617 it lacks something.
+    """
+    try:
+        probe_storage(run_dir, is_data=is_data)
+    except StorageError as error:
+        raise UserError(error.code, str(error).removeprefix(f"{error.code} ")) from error
+
+
+def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
+    """Write `bundle` into `run_dir`, over an earlier one, and make `logs`, as Slurm wants it.
+
+    Raises:
+        UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
+            change it.
+    """
+    from launcher.render.bundle import JOB_FILE
+    from launcher.render.local import HEAD
+
+    begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
+    if begun:
+        raise UserError(
+            "HF611",
+            f"{run_dir} is the directory of a run that has begun (it has {begun[0]}); use another",
+        )
+    job_file = run_dir / JOB_FILE
+    if JOB_FILE in bundle and job_file.is_file():
+        with open_regular(job_file) as file:
+            if file.read(len(HEAD)) != HEAD.encode():
+                raise UserError("HF611", f"{job_file} would be written over; use another folder")
+    check_run_dir(run_dir)
+    for name in bundle:
+        with writing(run_dir / name, "remove it, or use another folder"):
+            check_output(run_dir / name)
+    with writing(run_dir, "use another"):
+        for folder in {run_dir, *((run_dir / name).parent for name in bundle)}:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        for name, text in bundle.items():
+            write_atomic(run_dir / name, text)
+
+
+def check_checkpoint_dir(config: TrainConfig) -> None:
+    """Make the checkpoint directory and prove that it can be written.
+
+    Raises:
+        UserError: HF204 it cannot.
+    """
+    directory = Path(config.checkpoint.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with beside(directory / "probe") as probe:
+            write_new(probe, b"x")
+    except OSError as error:
+        raise UserError(
+            "HF204",
+            f"checkpoint.dir: {directory} cannot be written: {error.strerror or error}; "
+            "choose another, or grant the permission",
+        ) from error
+
+
+def load(run_dir: Path) -> TrainConfig:
+    """Read the job of an existing run, as rendered.
+
+    Raises:
+        UserError: HF613 not a run directory, or written by another version.
+    """
+    rendered = run_dir / RENDERED
+    path = rendered if rendered.is_file() else run_dir / JOB_JSON
+    if not path.exists():
+        fix = (
+            f"it holds imported weights; start with them: holdfast run JOB --from {run_dir}"
+            if (run_dir / "board").is_dir()
+            else f"it has no {JOB_JSON}; see ./runs"
+        )
+        raise UserError("HF613", f"{run_dir} is not a run directory: {fix}")
+    return read_job(path)
+
+
+def read_job(path: Path) -> TrainConfig:
+    """Read a job.json.
+
+    Raises:
+        UserError: HF613 it cannot be read, or was written by another version.
+    """
+    try:
+        return TrainConfig.from_json(read_regular(path).decode())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError("HF613", f"{path} cannot be read: {error}") from error
+
+
+def read_training(run_dir: Path) -> TrainingStatus:
+    """Return where the training of `run_dir` stands, from the ends of its record.
+
+    Raises:
+        UserError: HF613 its job.json or its record cannot be read.
+    """
+    return TrainingStatus(load(run_dir), newest_events(run_dir))
+
+
+def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:
+    """Return `config` with the rungs that `num_nodes` nodes can run.
+
+    So the first epoch does not wait for nodes that will never come.
+
+    Raises:
+        UserError: HF614 no rung is small enough.
+    """
+    rungs = tuple(rung for rung in config.ladder.rungs if rung.num_nodes <= num_nodes)
+    if not rungs:
+        raise UserError(
+            "HF614",
+            f"--nodes {num_nodes}: the smallest layout of {config.name} needs "
+            f"{config.ladder.min_nodes} nodes; use as many, or lower elastic.min_nodes",
+        )
+    return dataclasses.replace(config, ladder=Ladder(rungs))
+
+
+def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -> int:
+    """Write job.json for the next attempt and return the attempt's number, from 1.
+
+    Raises:
+        UserError: HF612 the run directory cannot be written.
+    """
+    with writing(f"run directory {run_dir}"):
+        write_atomic(run_dir / RENDERED, rendered.to_json())
+        write_atomic(run_dir / JOB_JSON, narrowed.to_json())
+        logs = run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        attempts = [int(path.name) for path in logs.iterdir() if path.name.isdigit()]
+        attempt = max(attempts, default=0) + 1
+        (logs / str(attempt)).mkdir()
+    return attempt
+
+
+class LiveMark:
+    """Says that a launcher on this machine runs `run_dir`: `launcher.json` with its pid.
+
+    A quick check before anything starts; the board's lease is what really keeps
+    a second job out, also from other machines. The mark of a launcher that was
+    killed is taken over.
+    """
+
+    def __init__(self, run_dir: Path, job_id: str) -> None:
+        self._run_dir, self._path, self._job_id = run_dir, run_dir / _LIVE, job_id
+
+    def __enter__(self) -> Self:
+        """Put the mark.
+
+        Raises:
+            UserError: HF615 a live launcher has put its own.
+        """
+        mine = json.dumps(
+            {
+                "job": self._job_id,
+                "pid": os.getpid(),
+                "started": start_ticks(os.getpid()),
+                "host": socket.gethostname(),
+            }
+        )
+        for _ in range(2):
+            if publish(self._path, mine.encode()):
+                return self
+            refuse_if_live(self._run_dir)
+            self._path.unlink(missing_ok=True)
+        raise UserError("HF615", f"another launcher has just started on {self._run_dir}")
+
+    def __exit__(self, *_: object) -> None:
+        """Take the mark away."""
+        self._path.unlink(missing_ok=True)
+
+
+def refuse_if_live(run_dir: Path) -> None:
+    """Check that no launcher on this machine runs `run_dir`.
+
+    Raises:
+        UserError: HF615 one does; it is named.
+    """
+    try:
+        mark = parse_json(read_regular(run_dir / _LIVE))
+        pid, started = int(mark["pid"]), mark["started"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return
+    if mark.get("host") == socket.gethostname() and start_ticks(pid) == started is not None:
+        raise UserError(
+            "HF615",
+            f"{run_dir} has a live job already: {mark.get('job')} (process {pid}); "
+            "stop it first, or start another run",
+        )

@@ -1,0 +1,294 @@
+"""Finds runs and says what was submitted of them: RUN/submitted.json."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.regular_file import read_regular
+from launcher.platforms.base import JobId, JobRef
+from launcher.record.atomic_file import read_json, write_json
+from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON
+from launcher.spec.errors import UserError
+
+SUBMITTED = "submitted.json"
+"""What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
+SWEEP = "sweep.json"
+"""In the folder of a sweep: its tasks' values. The runs are the folders 0, 1, … beside it."""
+
+
+_MAX_ID_BYTES: Final = 64
+"""Of a job's id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One submission of a run."""
+
+    target: str
+    """Name of the platform, as in targets.py."""
+    job: JobRef
+    run_id: str
+    launcher_version: str
+    without: tuple[str, ...] = ()
+    """Nodes that it keeps off, because the run had excluded them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "v": 1,
+            "target": self.target,
+            "job_id": self.job.id,
+            "submit_time": self.job.submit_time,
+            "cluster": self.job.cluster,
+            "run_dir": self.job.run_dir,
+            "run_id": self.run_id,
+            "launcher_version": self.launcher_version,
+            "without": list(self.without),
+        }
+
+    @classmethod
+    def of_json(cls, raw: Mapping[str, Any], run_dir: Path) -> Submission:
+        """Read what `to_json` made.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is something else.
+        """
+        submit_time = raw["submit_time"]
+        job = JobRef(
+            id=JobId(str(raw["job_id"])),
+            submit_time=None if submit_time is None else float(submit_time),
+            run_dir=str(raw.get("run_dir") or run_dir),
+            cluster=str(raw.get("cluster") or ""),
+        )
+        return cls(
+            target=str(raw["target"]),
+            job=job,
+            run_id=str(raw["run_id"]),
+            launcher_version=str(raw.get("launcher_version", "")),
+            without=tuple(str(host) for host in raw.get("without", ())),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run directory, and how its newest submission is known to the platform."""
+
+    path: Path
+    submission: Submission | None
+    """None: it was started by `holdfast run`, or never submitted."""
+    shown: str
+    """How the user would name it."""
+    problem: str = ""
+    """Why its submission cannot be read; empty: it can."""
+
+
+def write_submitted(run_dir: Path, submission: Submission) -> None:
+    """Write submitted.json, complete or not at all; former submissions are kept in it.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    former = _former(run_dir / SUBMITTED)
+    write_json(run_dir / SUBMITTED, {**submission.to_json(), "former": former}, indent=1)
+
+
+def read_submitted(run_dir: Path) -> Submission | None:
+    """Return the newest submission of `run_dir`; None: it has none.
+
+    Raises:
+        UserError: HF613 it cannot be read.
+    """
+    path = run_dir / SUBMITTED
+    try:
+        return Submission.of_json(parse_json(read_regular(path)), run_dir)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError("HF613", f"{path} cannot be read: {error}") from error
+
+
+def _former(path: Path) -> list[dict[str, Any]]:
+    try:
+        raw = parse_json(read_regular(path))
+        former = raw.pop("former", [])
+    except FileNotFoundError:
+        return []
+    except (ValueError, AttributeError):
+        return []  # damaged: what it said is lost, and must not stop the next submission
+    return [raw, *former]
+
+
+def submit_times(run_dir: Path) -> list[float]:
+    """Return when each submission of `run_dir` was made, unix seconds; what is unknown is not."""
+    path = run_dir / SUBMITTED
+    submissions = [read_json(path), *_former(path)]
+    times = [each.get("submit_time") for each in submissions if isinstance(each, dict)]
+    return [float(each) for each in {*times} if isinstance(each, int | float)]
+
+
+def find_run(name: str, folder: Path) -> Run:
+    """Return the run that `name` means: a path, a name under `folder`, or a job's id.
+
+    Args:
+        name: as the user wrote it; the beginning of a name is enough where only one has it.
+        folder: where runs lie, `./runs`.
+
+    Raises:
+        UserError: HF613 there is none; HF651 several.
+    """
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return _run(path, name)
+        if is_sweep(path):
+            raise UserError("HF651", f"{name} is a sweep; name one of its runs, as {name}/0")
+    runs = list(find_runs(folder))
+    found = [run for run in runs if run.submission and run.submission.job.id == name]
+    if not found:
+        start = str(folder.absolute() / name)
+        found = [run for run in runs if str(run.path).startswith(start)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
+        raise UserError("HF651", f"{name} means several runs: {listed}; name one")
+    raise UserError(
+        "HF613", f"{name} is neither a run directory nor a run in {folder}; see `holdfast list`"
+    )
+
+
+def find_runs(folder: Path) -> Iterable[Run]:
+    """Yield the runs of `folder`, by name: its folders, and those of its sweeps."""
+    try:
+        paths = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for path in paths:
+        if is_run(path):
+            yield _run(path, str(path))
+        elif is_sweep(path):
+            yield from runs_of_sweep(path)
+
+
+def find_users_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs of `folder` and of each user's folder in it, and what could not be read."""
+    found, problems = list(find_runs(folder)), []
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError as error:
+        return found, [f"{folder} cannot be read: {error.strerror or error}"]
+    for path in inside:
+        try:
+            if not (is_run(path) or is_sweep(path)):
+                found += find_runs(path)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror or error}")
+    return found, problems
+
+
+def find_sweep(name: str, folder: Path) -> Path | None:
+    """Return the folder of the sweep that `name` means; None: it means none."""
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return None
+        if is_sweep(path):
+            return path
+    return None
+
+
+def runs_of_sweep(path: Path) -> list[Run]:
+    """Return the runs of a sweep's tasks, by index."""
+    tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
+    return [_run(task, str(task)) for task in sorted(tasks, key=lambda task: int(task.name))]
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether `path` is the folder of an array's runs."""
+    return (path / SWEEP).is_file()
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is the directory of a run."""
+    return (path / JOB_JSON).is_file()
+
+
+def current_job(run: Run) -> JobRef:
+    """Return the job that carries `run` now, or carried it last.
+
+    A successor carries it once the job before it has ended.
+    """
+    attempts = run.path / "attempts"
+    job, *after = jobs_of(run)
+    for successor in after:
+        begun = any(attempts.glob(f"{successor.id}.*/begin.json"))
+        if not begun and not any(attempts.glob(f"{job.id}.*/end.json")):
+            break
+        job = successor
+    return job
+
+
+def jobs_of(run: Run) -> list[JobRef]:
+    """Return the job of the newest submission and those that follow it in a chain, in order.
+
+    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
+    soon as it begins itself.
+    """
+    if run.submission is None:
+        return [JobRef(id=JobId(""), run_dir=str(run.path))]
+    first = run.submission.job
+    after = chain_after(run.path, first.id)
+    return [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
+
+
+def chain_after(run_dir: Path, job_id: str) -> list[str]:
+    """Return the ids of the jobs that follow `job_id` in a chain, in order."""
+    following: dict[str, str] = {}
+    for path in (run_dir / "attempts").glob("*/next"):
+        try:
+            text = read_regular(path, _MAX_ID_BYTES).decode("ascii").strip()
+        except (OSError, ValueError):
+            continue  # being written
+        if text.isdigit():
+            following[path.parent.name.partition(".")[0]] = text
+    found = [job_id]
+    while (after := following.get(found[-1])) is not None and after not in found:
+        found.append(after)
+    return found[1:]
+
+
+def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
+    """Return the job of the newest attempt, where the batch script was submitted by hand.
+
+    `known` is what `submit` has noted; None is returned where the newest attempt is that job's, or
+    one of its successors'.
+    """
+    newest, begun = 0.0, Path()
+    for path in (run_dir / "attempts").glob("*/begin.json"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            written = path.stat().st_mtime
+            newest, begun = max((newest, begun), (written, path))
+    raw = read_json(begun)
+    job, target, t_unix = raw.get("job"), raw.get("platform"), raw.get("t_unix")
+    if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
+        return None
+    if known is not None:
+        ours = {known.job.id, *chain_after(run_dir, known.job.id)}
+        if job in ours or t_unix < (known.job.submit_time or 0.0):
+            return None
+    own = (run_dir / AGENTS_SCRIPT).is_file()
+    ref = JobRef(id=JobId(job), run_dir=str(run_dir), own_script=own)
+    return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
+
+
+def _run(path: Path, shown: str) -> Run:
+    where = path.absolute()
+    try:
+        submission = read_submitted(where)
+        submission = _by_hand(where, submission) or submission
+        return Run(path=where, submission=submission, shown=shown)
+    except UserError as error:
+        return Run(path=where, submission=None, shown=shown, problem=error.message)

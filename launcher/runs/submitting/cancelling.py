@@ -1,0 +1,227 @@
+"""Ends a run for good: asks it to save, waits as long as the clock chain allows, makes sure."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
+from launcher.platforms.exit_codes import state_of
+from launcher.platforms.retries import polled
+from launcher.record import stop_request
+from launcher.record.status import TrainingStatus
+from launcher.render.bundle import FORMER_NAMES, MANIFESTS
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.acts import note_act
+from launcher.runs.fetching import fetched
+from launcher.runs.runs import Run, current_job, jobs_of
+from launcher.spec.errors import writing
+
+_POLL_S = 2.0
+_ENDING_S = 120.0
+"""After a save, or a plain cancel: the platform clears nodes and notes the end."""
+_AGAIN_S = 30.0
+"""A request may be lost: to a node that has just failed, to a script that was starting."""
+_RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
+_SAVE_TIMES = (
+    ("job.sbatch", "HOLDFAST_LEAD_S="),
+    *((name, "terminationGracePeriodSeconds:") for name in (MANIFESTS, FORMER_NAMES[MANIFESTS])),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """What became of it."""
+
+    status: JobStatus
+    saved_step: int | None
+    """Newest step on storage; None: nothing was saved."""
+    code: int | None
+    """The job's exit code, by the platform or the run's own record."""
+    was_over: bool = False
+    """There was nothing to cancel."""
+    unsaved: str = ""
+    """Step and reason of the newest save where it failed: agents end with 91 all the same."""
+
+    @property
+    def saved(self) -> bool:
+        """Whether the job itself has saved and left."""
+        return (self.code == 91 or self.status.state is JobState.SAVED) and not self.unsaved
+
+
+@dataclass(slots=True, kw_only=True)
+class Canceller:
+    """Cancels one run.
+
+    Args:
+        run: which.
+        backend: its platform's.
+        say: shows progress, a line each.
+        wait_s: how long a save may take; after that the job is ended without one.
+    """
+
+    run: Run
+    backend: Backend
+    say: Callable[[str], None]
+    wait_s: float
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    _trouble: str = ""
+
+    def cancel(self, *, save: bool) -> Cancelled:
+        """End the run; with `save` its state is saved first.
+
+        From here on none of its jobs goes back into the queue, whatever they end with.
+
+        Raises:
+            UserError: HF612 the run directory cannot be written.
+            PlatformError: the platform does not answer, or refuses.
+        """
+        job = current_job(self.run)
+        status = self.backend.status([job])[job]
+        if status.state.is_final:
+            return self._outcome(job, status, was_over=True)
+        with writing(str(self.run.path)):
+            note_act(self.run.path, "cancel", wall=self.wall, job=job.id, saves=save)
+        self._ask_to_stay_stopped()
+        if save and status.state is not JobState.PENDING:
+            status = self.saved(job, began=status.started)
+            if status.state.is_final:
+                return self._outcome(job, status)
+            self.say(
+                "it has not ended in time: it is cancelled now, and saves only if it can before "
+                "the platform kills it"
+            )
+        # Successors first, so that none starts meanwhile.
+        for other in reversed(jobs_of(self.run)):
+            self.backend.cancel(other)
+        return self._outcome(job, self._wait(job, _ENDING_S))
+
+    def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
+        """Ask for a save and wait until the job has ended or was put back, or its time is over.
+
+        Args:
+            job: which.
+            began: when it was started, as far as the caller knows: a later start is another.
+        """
+        wait_s = self.wait_s + _ENDING_S
+        self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
+        asked_at, shown = -_AGAIN_S, ""
+
+        def look() -> JobStatus:
+            nonlocal asked_at, shown
+            if self.mono() - asked_at >= _AGAIN_S:
+                self.backend.ask_to_save(job)
+                asked_at = self.mono()
+            status = self.backend.status([job])[job]
+            training = self._training(job)
+            now = _progress(status, training)
+            if now != shown:
+                self.say(now)
+                shown = now
+            return status
+
+        def is_over(status: JobStatus) -> bool:
+            # Pending: it was put back into the queue a moment before it was asked.
+            if status.state.is_final or status.state is JobState.PENDING:
+                return True
+            return began is not None and (status.started or 0.0) > began  # it runs again
+
+        return self._polled(look, is_over, for_s=wait_s, every_s=_POLL_S)
+
+    def _wait(self, job: JobRef, seconds: float) -> JobStatus:
+        return self._polled(
+            lambda: self.backend.status([job])[job],
+            lambda status: status.state.is_final,
+            for_s=seconds,
+            every_s=_POLL_S / 4,
+        )
+
+    def _polled(
+        self,
+        look: Callable[[], JobStatus],
+        until: Callable[[JobStatus], bool],
+        *,
+        for_s: float,
+        every_s: float,
+    ) -> JobStatus:
+        return polled(look, until, for_s=for_s, every_s=every_s, sleep=self.sleep, mono=self.mono)
+
+    def _ask_to_stay_stopped(self) -> None:
+        fix = (
+            "the job would be put back into the queue; make room, or grant the permission, and "
+            "cancel again"
+        )
+        with writing(f"run directory {self.run.path}", fix):
+            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=self.wall())
+
+    def _training(self, job: JobRef) -> TrainingStatus:
+        """Return the run's own record, brought here where it is elsewhere."""
+        trouble = fetched(self.backend, job)
+        if trouble and trouble != self._trouble:
+            self.say(trouble)
+        self._trouble = trouble
+        return run_dirs.read_training(self.run.path)
+
+    def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
+        training = self._training(job)
+        code = status.code if status.code is not None else training.code
+        failed = training.failed_saves[-1:]
+        return Cancelled(
+            status=_known(status, training),
+            saved_step=training.saved_step,
+            code=code,
+            was_over=was_over,
+            unsaved="".join(f"step {event.step}: {event.fields.get('reason')}" for event in failed),
+        )
+
+
+def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
+    """Return how long a save may take, by what was submitted, which counts before the job file.
+
+    The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
+    grace period.
+    """
+    for name, marker in _SAVE_TIMES:
+        digits = _submitted_value(run_dir, name, marker)
+        if digits.isascii() and digits.isdigit() and len(digits) < 7:
+            return float(digits)
+    return fallback_s
+
+
+def puts_itself_back(run_dir: Path) -> bool:
+    """Return whether the batch script puts its own job back into the queue after a save."""
+    return _submitted_value(run_dir, *_RESTART) == "requeue"
+
+
+def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
+    """Return the word after `marker` in a file that was submitted, or that a wrapped script reads.
+
+    Of a task it is its array's.
+    """
+    for path in (run_dir / name, run_dir / run_dirs.AGENTS_SCRIPT, run_dir.parent / name):
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            _, found, rest = text.partition(marker)
+            if found and rest.split():
+                return rest.split(maxsplit=1)[0]
+    return ""
+
+
+def _known(status: JobStatus, training: TrainingStatus) -> JobStatus:
+    """Return where the job stands; of one that is gone its run knows more."""
+    if status.reason != NO_SUCH_JOB or training.code is None:
+        return status
+    return replace(status, state=state_of(training.code), code=training.code)
+
+
+def _progress(status: JobStatus, training: TrainingStatus) -> str:
+    now, status = training, _known(status, training)
+    saved = "nothing saved yet" if now.saved_step is None else f"saved: step {now.saved_step}"
+    if training.code is not None:
+        return f"{status.state}: the agents have ended with {training.code}, {saved}"
+    return f"{status.state}: {now.state}, {now.step_text}, {saved}"

@@ -1,0 +1,512 @@
+"""`holdfast submit` without the command line: prepare, submit all or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.board.open_board import KUBERNETES
+from elastic_trainer.plan.config import TrainConfig
+from launcher.fleet.ledger import FOLDER, fleet_at
+from launcher.plan.clock import clock_chain
+from launcher.plan.search import Plan, plan
+from launcher.platforms.base import Backend, JobRef, Machines
+from launcher.platforms.installed import installed_version
+from launcher.platforms.sites import Site
+from launcher.platforms.targets import Target, target_named
+from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import pod_image
+from launcher.render.local import resolve
+from launcher.runs import permissions
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.acts import note_act
+from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.fetching import fetch_running
+from launcher.runs.live import live_problems
+from launcher.runs.runs import (
+    SWEEP,
+    Run,
+    Submission,
+    current_job,
+    find_runs,
+    is_run,
+    write_submitted,
+)
+from launcher.runs.submitting.asking import ask_with_ledger, prepare_ledger
+from launcher.runs.submitting.environment import Environment, describe, record_environment
+from launcher.runs.submitting.freeze import (
+    CodeFiles,
+    Frozen,
+    freeze_code,
+    left_out,
+    remove_frozen,
+    survey,
+    use_code,
+)
+from launcher.spec.errors import Problem, UserError, writing
+from launcher.spec.reading import load_spec
+from launcher.spec.spec import JobSpec
+
+MAX_TASKS = 1000
+"""Slurm's own default limit, MaxArraySize, is 1001."""
+
+Values = dict[str, str]
+"""Key of the job file -> value, as --set takes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is to be submitted; nothing has been written or contacted."""
+
+    target: str
+    run_id: str
+    run_dir: Path
+    files: Bundle
+    specs: tuple[JobSpec, ...]
+    """One, or one for each task."""
+    values: tuple[Values, ...]
+    """Of each task of a sweep; of a plain job one empty mapping."""
+    tasks: tuple[int, ...] | None
+    """Indices of an array's tasks; None: it is none."""
+    base_dir: Path
+    warnings: tuple[Problem, ...]
+    code: CodeFiles | None
+    """To be kept with the run; None: it runs no code of the user's."""
+    environment: Environment | None
+    """To be recorded; None: it is not on this machine."""
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories: one, or one for each task."""
+        if self.tasks is None:
+            return [self.run_dir]
+        return [self.run_dir / str(index) for index in self.tasks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """What was submitted."""
+
+    target: str
+    job: JobRef
+    run_dir: Path
+    runs: list[Run]
+    frozen: Frozen | None = None
+    warnings: tuple[Problem, ...] = ()
+    """What the platform has said that it waits for."""
+
+
+def prepare(
+    job: str | Path | Mapping[str, Any] | JobSpec,
+    *,
+    target: str,
+    stamp: str,
+    python: str,
+    sets: Sequence[str] = (),
+    site: Site | None = None,
+    sweep: Sequence[str] = (),
+    run_dir: Path | None = None,
+    look: bool = True,
+) -> Prepared:
+    """Read, plan and render `job`.
+
+    Args:
+        job: as `load_spec` takes it.
+        target: name of the platform.
+        stamp: local time as text, to name the run.
+        python: interpreter with holdfast, for nodes where the job names none.
+        sets: arguments of `--set`.
+        site: the cluster, whose defaults count.
+        sweep: arguments of `--sweep`.
+        run_dir: None: `./runs/<name>-<stamp>`.
+        look: check that the job's paths are there; nodes may see others than this machine.
+
+    Raises:
+        UserError: anything wrong with the above.
+    """
+    platform = target_named(target)
+    values = sweep_tasks(sweep)
+    specs = [
+        load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
+        for each in values
+    ]
+    base_dir = specs[0].folder
+    look = look and not platform.sees_other_paths
+    image = pod_image(specs[0]) if platform.sees_other_paths else None
+    for spec in specs if look else []:
+        if problems := live_problems(spec, base_dir):
+            raise UserError.many(problems)
+    plans = [plan(spec) for spec in specs]
+    run_id = f"{specs[0].name}-{stamp}"
+    directory = (run_dir or Path("runs") / run_id).absolute()
+    places = {"run_id": run_id, "run_dir": directory, "base_dir": base_dir, "python": python}
+    if sweep:
+        files = _render_sweep(platform, target, list(zip(specs, plans, strict=True)), places)
+    else:
+        files = platform.load_renderer()(specs[0], plans[0], **places)
+    tasks = _tasks(files)
+    if tasks is not None:
+        _refuse_shared_checkpoints(specs)
+    if specs[0].slurm.group is not None:
+        permissions.check_group(specs[0].slurm.group)
+    code = survey(specs[0], base_dir=base_dir, run_dir=directory)
+    return Prepared(
+        target=target,
+        run_id=run_id,
+        run_dir=directory,
+        files=files,
+        specs=tuple(specs),
+        values=tuple(values),
+        tasks=tasks,
+        base_dir=base_dir,
+        warnings=(*plans[0].warnings, *(left_out(code.about) if code else ())),
+        code=code,
+        environment=_environment(specs[0], base_dir=base_dir, look=look, image=image),
+    )
+
+
+def submit(
+    prepared: Prepared,
+    backend: Backend,
+    *,
+    all_nodes: bool = False,
+    force: bool = False,
+    wall: Callable[[], float] = time.time,
+) -> Submitted:
+    """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
+
+    Args:
+        prepared: what is submitted.
+        backend: the platform's.
+        all_nodes: use machines too that the fleet's ledger holds for bad.
+        force: see `ask`.
+        wall: the clock.
+
+    Raises:
+        UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
+            HF652 the platform refuses; others.
+        PlatformError: the platform is away, or answers garbage.
+    """
+    slurm = prepared.specs[0].slurm
+    spec = prepared.specs[0]
+    ledger = None
+    if isinstance(backend, Machines) and not all_nodes:
+        place = _place(prepared)
+        ledger = fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
+        _take_over(prepared, backend, place)
+    asked = ask_with_ledger(
+        backend,
+        prepared.files,
+        spec=spec,
+        ledger=ledger,
+        needed=spec.cluster.nodes + spec.cluster.spares,
+        force=force,
+        wall=wall,
+    )
+    warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
+    # For sbatch too, which hands it on to the job.
+    with permissions.umask(slurm.umask):
+        with _undone_on_failure(prepared.run_dir) as made:
+            permissions.make_run_dir(prepared.run_dir, group=slurm.group)
+            there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
+            shared = there == str(prepared.run_dir)
+            is_data = backend.only_data_is_shared(prepared.files)
+            frozen = _make(prepared, made, wall, shared=shared, is_data=is_data)
+            job = backend.submit(prepared.run_dir, prepared.files, without=asked.hosts)
+        runs = []
+        indices = prepared.tasks or (None,)
+        for index, run_dir in zip(indices, prepared.runs, strict=True):
+            ref = job if index is None else backend.task_of(job, index, run_dir)
+            runs.append(note_submitted(run_dir, prepared.target, ref, without=asked.hosts))
+    return Submitted(
+        target=prepared.target,
+        job=job,
+        run_dir=prepared.run_dir,
+        runs=runs,
+        frozen=frozen,
+        warnings=tuple(warnings),
+    )
+
+
+def _place(prepared: Prepared) -> str:
+    """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
+    task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
+    named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
+    return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+
+
+def _take_over(prepared: Prepared, backend: Backend, place: str) -> None:
+    """Fetch the records of the runs beside this one that run now, for the ledger.
+
+    Where pods share no folder with the launcher and have no token, nobody else writes what they
+    find. What keeps a record from coming keeps no job from being submitted.
+    """
+    if not place.startswith(KUBERNETES):
+        return
+    ours = target_named(prepared.target).backend
+    runs = [
+        run
+        for run in find_runs(prepared.run_dir.parent)
+        if run.submission is not None and target_named(run.submission.target).backend == ours
+    ]
+    fetch_running(backend, [current_job(run) for run in runs])
+
+
+def _render_sweep(
+    platform: Target, name: str, tasks: list[tuple[JobSpec, Plan]], places: dict[str, object]
+) -> Bundle:
+    renderer = platform.load_sweep_renderer()
+    if renderer is None:
+        raise UserError(
+            "HF205", f"--sweep: {name} runs no arrays; submit to slurm, or one run at a time"
+        )
+    first, ladder = tasks[0][0], tasks[0][1].ladder
+    for spec, planned in tasks[1:]:
+        same = (
+            (spec.cluster, spec.slurm, spec.env, spec.name)
+            == (first.cluster, first.slurm, first.env, first.name)
+        ) and planned.ladder.max_nodes == ladder.max_nodes
+        if not same or clock_chain(spec, planned.ladder) != clock_chain(first, ladder):
+            raise UserError(
+                "HF654",
+                "--sweep: its values change what is asked of Slurm (nodes, times, environment), "
+                "but tasks of an array ask for the same; submit such runs one by one",
+            )
+    return renderer(tasks, **places)
+
+
+def _tasks(files: Bundle) -> tuple[int, ...] | None:
+    """Return the indices of the tasks that a bundle has folders for; None: it is no array."""
+    if run_dirs.JOB_JSON in files:
+        return None
+    names = [name.partition("/") for name in files]
+    return tuple(sorted(int(a) for a, _, b in names if b == run_dirs.JOB_JSON and a.isdigit()))
+
+
+def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
+    """Tasks that saved into one folder would take each other's checkpoints for their own."""
+    folders = [spec.checkpoint.dir for spec in specs]
+    shared = folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders))
+    if shared:
+        raise UserError(
+            "HF654",
+            f"checkpoint.dir: {folders[0]} would be shared by the tasks; leave it out, then each "
+            "has RUN/INDEX/checkpoints",
+        )
+
+
+def _make(
+    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool, is_data: bool
+) -> Frozen | None:
+    """Write the run directory, and one for each task; return the frozen code of the first.
+
+    Where storage is not `shared` the checkpoint directory is nothing of this machine's; for
+    `is_data` see `probe_storage`.
+    """
+    run_dirs.create(prepared.run_dir, {})
+    if shared:
+        run_dirs.check_storage(prepared.run_dir, is_data=is_data)
+    frozen = None
+    top = {name: text for name, text in prepared.files.items() if "/" not in name}
+    _write(prepared.run_dir, top)
+    if prepared.tasks is not None:
+        listed = zip(prepared.tasks, _padded(prepared), strict=True)
+        rows = [{"index": index, "values": values} for index, values in listed]
+        _write(prepared.run_dir, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
+    for run_dir in prepared.runs:
+        if prepared.tasks is not None:
+            start = f"{run_dir.name}/"
+            inner = {
+                name.removeprefix(start): text
+                for name, text in prepared.files.items()
+                if name.startswith(start)
+            }
+            run_dirs.create(run_dir, inner)
+        if shared:
+            _check_checkpoints(run_dirs.load(run_dir), made)
+        if prepared.code is not None:
+            # The tasks of an array share one copy.
+            frozen = frozen or freeze_code(prepared.run_dir, prepared.code, wall=wall)
+            use_code(run_dir, frozen, wall=wall)
+        if prepared.environment is not None:
+            record_environment(run_dir, prepared.environment, wall=wall)
+    return frozen
+
+
+def _environment(
+    spec: JobSpec, *, base_dir: Path, look: bool, image: str | None
+) -> Environment | None:
+    """Return what the job runs in; None: it is not on this machine.
+
+    Args:
+        spec: the job.
+        base_dir: folder that its relative paths are relative to.
+        look: the environment must be there.
+        image: of pods; the launcher's own environment says nothing then.
+
+    Raises:
+        UserError: HF201 it is not there; HF202 it cannot be read.
+    """
+    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
+    if image is not None:
+        return describe(venv=venv if venv is not None and venv.is_dir() else None, image=image)
+    if look or venv is None or venv.is_dir():
+        return describe(venv=venv, image=spec.env.image)
+    return None
+
+
+def _padded(prepared: Prepared) -> list[Values]:
+    """Return the values of each task; those of a plain array have none of their own."""
+    assert prepared.tasks is not None
+    same = len(prepared.values) == len(prepared.tasks)
+    return list(prepared.values) if same else [{} for _ in prepared.tasks]
+
+
+def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
+    refuse_foreign(config)
+    directory = Path(config.checkpoint.dir)
+    existed = directory.exists()
+    run_dirs.check_checkpoint_dir(config)
+    if not existed:
+        made.append(directory)
+
+
+def _write(folder: Path, files: Bundle) -> None:
+    with writing(f"run directory {folder}", "use another --run-dir"):
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
+    """Remove the run directory, and empty folders in the list, should anything fail."""
+    refused = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
+    existed = run_dir.exists()
+    made: list[Path] = []
+    first_missing = run_dir
+    while not first_missing.parent.exists():
+        first_missing = first_missing.parent
+    try:
+        yield made
+    except BaseException:
+        if not refused:  # what was there before is not ours
+            for folder in made:
+                _remove_if_empty(folder)
+            _empty(run_dir)
+            if not existed:
+                _remove_if_empty(run_dir)
+                folder = run_dir.parent
+                while folder != first_missing.parent:
+                    _remove_if_empty(folder)
+                    folder = folder.parent
+        raise
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in `folder`; frozen code is read-only."""
+    if not folder.is_dir():
+        return
+    for code in [*folder.glob("code"), *folder.glob("[0-9]*/code")]:
+        remove_frozen(code)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return  # not there, or it has something in it
+
+
+def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()) -> Run:
+    """Write down what was submitted.
+
+    The job is in the queue now: that this cannot be written must not look like a failure to
+    submit, so the error names the job.
+
+    Raises:
+        UserError: HF612, that error.
+    """
+    assert is_run(run_dir), run_dir
+    config = run_dirs.load(run_dir)
+    submission = Submission(
+        target=target,
+        job=job,
+        run_id=config.run_id,
+        launcher_version=installed_version(),
+        without=tuple(without),
+    )
+    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
+        write_submitted(run_dir, submission)
+        note_act(run_dir, "submit", job=job.id)
+    return Run(path=run_dir, submission=submission, shown=str(run_dir))
+
+
+# -- sweeps ---------------------------------------------------------------------------------
+
+
+def sweep_tasks(texts: Sequence[str]) -> list[Values]:
+    """Return the values of each task: every combination, the last key changing fastest.
+
+    Without any there is one task, of no values.
+
+    Args:
+        texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
+
+    Raises:
+        UserError: HF654 one of another form, a key twice, or too many tasks.
+    """
+    choices: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, rest = text.partition("=")
+        key = key.strip()
+        values = [value.strip() for value in _parts(rest)]
+        if not equals or not key or not all(values):
+            raise UserError(
+                "HF654",
+                f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4",
+            )
+        if key in choices:
+            raise UserError("HF654", f"--sweep {key} is given twice; put all its values into one")
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise UserError("HF654", f"--sweep {key}: the value {twice[0]} is given twice")
+        choices[key] = values
+    count = 1
+    for values in choices.values():
+        count *= len(values)
+    if count > MAX_TASKS:
+        raise UserError(
+            "HF654", f"--sweep makes {count:,} tasks, at most {MAX_TASKS:,} are allowed; split it"
+        )
+    combinations = itertools.product(*choices.values())
+    return [dict(zip(choices, values, strict=True)) for values in combinations]
+
+
+def _parts(text: str) -> list[str]:
+    """Split at the commas that are in no bracket and no quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth <= 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]

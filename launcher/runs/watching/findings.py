@@ -1,0 +1,281 @@
+"""What is wrong with a run that its platform calls running. Pure: facts and the time in.
+
+The same rules on every platform. What is looked at: how the platform says it stands (suspended,
+nodes lost, its batch host), the age of the newest step, and saves that failed.
+
+**Silence.** A step counts as overdue after ten times the median of this epoch's, twice its longest,
+and a minute, whichever is most: what is read here may be that far behind, by caches of shared
+storage and by clocks that differ. Never later than a minute after the agents themselves would have
+called it a hang (`elastic.hang_ceiling_s`). Where no pace can be known (until the third step of an
+epoch is done) and where no step is expected (while a save is staged, in an evaluation that was
+announced, while starting, saving or ending), `elastic.start_ceiling_s` counts, as for the agents.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from elastic_trainer.plan.config import ElasticSection
+from launcher.platforms.base import JobState, JobStatus
+from launcher.record.status import TrainingStatus
+from launcher.record.timeline import StepDone
+from launcher.runs.watching.texts import names, seconds_text, span, times
+
+BEHIND_S: Final = 60.0
+"""What is read may be this far behind what has happened."""
+STEPS: Final = 10.0
+"""A step is overdue after so many of its median."""
+LONGEST: Final = 2.0
+"""And after so many of the longest of the epoch: evaluations, saves of a script's own."""
+LEAST_BYTES: Final = 16 << 20
+"""With less room than this a disk is full: not even the record has place for long."""
+
+_ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED)
+
+
+class Kind(enum.StrEnum):
+    """What is wrong, for programs."""
+
+    SUSPENDED = "suspended"
+    NODE_BROKE = "node_broke"
+    RECORD_AWAY = "record_away"
+    NO_PROGRESS = "no_progress"
+    BATCH_HOST_LOST = "batch_host_lost"
+    NODES_LOST = "nodes_lost"
+    DISK_FULL = "disk_full"
+    SAVES_FAIL = "saves_fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: Kind
+    text: str
+    how_to_fix: str = ""
+    """Empty: there is nothing to do, the run recovers by itself."""
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        return f"{self.text}; {self.how_to_fix}" if self.how_to_fix else self.text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {"kind": str(self.kind), "text": self.text, "how_to_fix": self.how_to_fix or None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSpace:
+    """What a file system that the run writes to has left."""
+
+    path: str
+    free_bytes: int
+    has_files: bool = True
+    """Whether it takes another file: inodes run out too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a run."""
+
+    run: str
+    """As the user calls it, for commands that fix something."""
+    platform: JobStatus
+    training: TrainingStatus | None
+    problem: str = ""
+    """Why what the run has written cannot be read, or is not the newest; empty: it can."""
+    disks: tuple[DiskSpace, ...] = ()
+    """Of the run's directory and its checkpoints, where this machine sees them."""
+    nodes_return: bool = True
+    """A node that the platform holds for lost can take part again in the same job."""
+
+
+def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
+    """Return what is wrong, the gravest first; empty: nothing that is known here.
+
+    Args:
+        facts: of a run. Of one that has ended before it was done only saves that failed are left to
+            tell, of others that do not run nothing.
+        now_unix: the time.
+    """
+    state = facts.platform.state
+    saves = None if facts.training is None else _saves(facts.training, now_unix)
+    if state is not JobState.RUNNING:
+        return [saves] if saves is not None and state in _ENDED_EARLY else []
+    lost, there = _nodes(facts)
+    suspended = _suspended(facts.platform)
+    away = _away(facts.problem)
+    found = [
+        suspended,
+        _broke(facts),
+        away,
+        None if suspended or away else _silence(facts, now_unix),
+        _batch_host(facts.platform, lost),
+        _lost(facts, lost, there),
+        _full(facts.disks),
+        saves,
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def _suspended(status: JobStatus) -> Finding | None:
+    if not status.suspended:
+        return None
+    text = "it is suspended: its processes are stopped where they are"
+    return Finding(kind=Kind.SUSPENDED, text=text, how_to_fix=status.words)
+
+
+def _broke(facts: Facts) -> Finding | None:
+    """Return how the platform ended a node, or cannot start it; survived once a step follows."""
+    broke, platform = facts.platform.broke, facts.platform
+    steps = [] if facts.training is None else facts.training.steps
+    if broke is None or (steps and steps[-1].t > broke):
+        return None
+    reason = platform.reason if platform.reason not in platform.words else ""
+    text = f"{platform.words} ({reason})" if reason else platform.words
+    return Finding(kind=Kind.NODE_BROKE, text=text)
+
+
+def _away(problem: str) -> Finding | None:
+    if not problem:
+        return None
+    text = f"its record cannot be read now, so its progress is unknown: {problem}"
+    return Finding(kind=Kind.RECORD_AWAY, text=text)
+
+
+# --- silence ---------------------------------------------------------------------------------
+
+
+def _silence(facts: Facts, now_unix: float) -> Finding | None:
+    training, started = facts.training, facts.platform.started
+    if training is None:
+        return None
+    since, elastic = training.last_unix, training.config.elastic
+    if since is None or (started is not None and since < started - BEHIND_S):
+        return _nothing_yet(started, elastic, now_unix)
+    if training.parked is not None or training.code is not None:
+        return None
+    if training.state == "training":
+        since, limit_s, usual = _step_due(training.steps, training.pause_unix, elastic)
+        what = f"no step for {{}}{usual}: {training.step_text}"
+    else:
+        what = f"no event for {{}} while {training.state}, epoch {training.epoch}"
+        limit_s = elastic.start_ceiling_s
+        if training.state == "recovering":
+            limit_s = BEHIND_S + training.delay_s
+    if now_unix - since <= limit_s:
+        return None
+    return Finding(
+        kind=Kind.NO_PROGRESS,
+        text=what.format(span(now_unix - since)),
+        how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
+    )
+
+
+def _nothing_yet(started: float | None, elastic: ElasticSection, now_unix: float) -> Finding | None:
+    if started is None or now_unix - started <= elastic.start_ceiling_s:
+        return None
+    text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
+    return Finding(kind=Kind.NO_PROGRESS, text=text, how_to_fix="see the job's own output")
+
+
+def _step_due(
+    steps: Sequence[StepDone], pause_unix: float | None, elastic: ElasticSection
+) -> tuple[float, float, str]:
+    """Return when the newest step was done, how long the next may take, what steps took."""
+    first, newest = steps[0], steps[-1]
+    # The second step may compile again: its gap says nothing of what is usual.
+    gaps = [after.t - before.t for before, after in pairwise(steps)][1:]
+    if not gaps:
+        return newest.t, elastic.start_ceiling_s, ""
+    # A script's counter is looked at once a second: several steps may lie between.
+    per_step = (newest.t - first.t) / max(1, newest.step - first.step)
+    usual = f" (steps take {seconds_text(min(statistics.median(gaps), per_step))})"
+    if pause_unix is not None:
+        return pause_unix, elastic.start_ceiling_s, usual
+    limit_s = max(BEHIND_S, STEPS * statistics.median(gaps), LONGEST * max(gaps))
+    return newest.t, min(limit_s, elastic.hang_ceiling_s + BEHIND_S), usual
+
+
+# --- nodes -----------------------------------------------------------------------------------
+
+
+def _nodes(facts: Facts) -> tuple[list[str], list[str]]:
+    """Return the nodes that are lost, by the platform or the run's record, and those there.
+
+    Nodes are called as the run calls them; the platform may name the machine (on Kubernetes).
+    """
+    training, platform = facts.training, facts.platform
+    known: list[str] = []
+    lost: list[str] = []
+    hosts: dict[str, str] = {}
+    if training is not None:
+        known, lost = [*training.members, *training.spares], list(training.lost)
+        hosts = training.hosts
+    away = set(platform.nodes_lost)
+    lost += [name for name in known if {name, hosts.get(name)} & away and name not in lost]
+    named = {*lost, *(hosts.get(name, name) for name in lost)}
+    lost += [name for name in platform.nodes_lost if name not in named]
+    return lost, [name for name in known or platform.nodes if name not in lost]
+
+
+def _batch_host(status: JobStatus, lost: Sequence[str]) -> Finding | None:
+    if status.batch_host not in lost:
+        return None
+    text = (
+        f"the batch host {status.batch_host} is lost, and the batch script with it: the remaining "
+        "nodes save before the time limit and requeue the job"
+    )
+    return Finding(kind=Kind.BATCH_HOST_LOST, text=text)
+
+
+def _lost(facts: Facts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
+    if not lost:
+        return None
+    verb = "is" if len(lost) == 1 else "are"
+    text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
+    how_to_fix = ""
+    if facts.platform.nodes_lost and not facts.nodes_return:
+        how_to_fix = (
+            "a node that comes back cannot rejoin this job; a requeue restores it: "
+            f"holdfast restart {facts.run}"
+        )
+    return Finding(kind=Kind.NODES_LOST, text=text, how_to_fix=how_to_fix)
+
+
+# --- storage ---------------------------------------------------------------------------------
+
+
+def _full(disks: Iterable[DiskSpace]) -> Finding | None:
+    full = [disk for disk in disks if disk.free_bytes < LEAST_BYTES or not disk.has_files]
+    if not full:
+        return None
+    left = min(disk.free_bytes for disk in full)
+    what = f"{left / 2**20:.1f} MiB are left" if left < LEAST_BYTES else "no file can be added"
+    paths = " and ".join(dict.fromkeys(disk.path for disk in full))
+    return Finding(
+        kind=Kind.DISK_FULL,
+        text=f"the disk of {paths} is full ({what}): saves and the record of the run fail there",
+        how_to_fix="free some space; the next save tries again",
+    )
+
+
+def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
+    """Return what is wrong where the newest save failed."""
+    failed, good = training.failed_saves, training.good_save
+    if not failed:
+        return None
+    newest = "none has succeeded in this attempt"
+    if good is not None:
+        newest = f"the newest checkpoint is of step {good.step}, {span(now_unix - good.t_unix)} old"
+    reason = str(failed[-1].fields.get("reason") or "no reason was written")
+    how_often = "" if len(failed) == 1 else f" {times(len(failed))} in a row"
+    return Finding(
+        kind=Kind.SAVES_FAIL,
+        text=f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}",
+    )

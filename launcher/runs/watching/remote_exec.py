@@ -1,0 +1,180 @@
+"""Gets to the workers of a running job: where each rank is, how Slurm starts a step there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.platforms.base import JobRef, JobState, RemoteExec
+from launcher.platforms.local import with_packages
+from launcher.platforms.slurm.backend import outside_jobs
+from launcher.record.files import events_named
+from launcher.runs.fetching import fetched
+from launcher.runs.run_dir import AGENTS_SCRIPT
+from launcher.runs.runs import Run, current_job
+from launcher.runs.watching.run_status import make_backends, target_of
+from launcher.spec.errors import UserError
+
+SCRIPT = "job.sbatch"
+CONTAINER_PYTHON = "python3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A worker of the newest epoch, as the record has it."""
+
+    rank: int
+    node: str
+    pid: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStart:
+    """How the submitted script starts the nodes' processes."""
+
+    python: str
+    """Interpreter with holdfast, in the container where there is one."""
+    options: tuple[str, ...] = ()
+    """Of srun, for the container (pyxis)."""
+    prefix: tuple[str, ...] = ()
+    """Command that runs another one in the container (apptainer)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningJob:
+    """A running job, and what is needed to start something beside it."""
+
+    run: Run
+    target: str
+    job: JobRef
+    nodes: tuple[str, ...]
+    """Those it has now."""
+    start: StepStart
+    env: Mapping[str, str]
+    run_dir: str
+    """As the nodes see it."""
+    remote: RemoteExec | None = None
+    """The platform, where nodes are reached through it: `nodes` are pods then."""
+
+
+def running_job(run: Run) -> RunningJob:
+    """Return where a run is running.
+
+    Raises:
+        UserError: HF662 it is not running; HF613 its script cannot be read.
+        PlatformError: the platform is away.
+    """
+    target = target_of(run)
+    job = current_job(run)
+    backend = make_backends([target])[target]
+    status = backend.status([job])[job]
+    if status.state is not JobState.RUNNING:
+        why = f" ({status.reason})" if status.reason else ""
+        raise UserError(
+            "HF662",
+            f"{run.shown} is {status.state}{why}: nothing of it runs now; holdfast why "
+            f"{run.shown} says more",
+        )
+    env = {
+        **outside_jobs(os.environ),
+        "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH")),
+    }
+    start, run_dir, remote = StepStart(python=sys.executable), str(run.path), None
+    if isinstance(backend, RemoteExec):
+        fetched(backend, job)  # who runs where is in the record
+        python, run_dir = backend.remote_paths(job)
+        start, remote = StepStart(python=python), backend
+    elif target == "slurm":
+        # A task of an array has its script a folder higher, a wrapped script what it reads.
+        places = (run.path / SCRIPT, run.path / AGENTS_SCRIPT, run.path.parent / SCRIPT)
+        path = next((place for place in places if place.is_file()), places[0])
+        try:
+            start = read_script(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError("HF613", f"{path} cannot be read: {error}") from error
+    return RunningJob(
+        run=run,
+        target=target,
+        job=job,
+        nodes=status.nodes,
+        start=start,
+        env=env,
+        run_dir=run_dir,
+        remote=remote,
+    )
+
+
+def read_script(text: str) -> StepStart:
+    """Return what a rendered script says. Pure.
+
+    Raises:
+        ValueError: it is none.
+    """
+    python = re.search(r"^hf_python=(.*)$", text, re.MULTILINE)
+    step = re.search(r"^ *srun (?:.*\\\n)*.*&$", text, re.MULTILINE)
+    if python is None or step is None:
+        raise ValueError("it is not a script of holdfast's")
+    words = shlex.split(step[0].replace("\\\n", " "))
+    module = words.index("launcher.node")
+    container = [word for word in words[:module] if word.startswith(("--container", "--no-cont"))]
+    inside = words[words.index("--") + 1 : -1] if "--" in words[module:] else []
+    if inside:
+        return StepStart(python=CONTAINER_PYTHON, prefix=tuple(inside))
+    own = shlex.split(python[1])[0]
+    # With pyxis the whole step is in the container, where its own Python is.
+    found = words[module - 3] if container else own
+    return StepStart(python=found, options=tuple(container))
+
+
+def workers_of(run_dir: Path) -> dict[int, Worker]:
+    """Return the workers of the newest epoch that have not ended, by rank."""
+    found: dict[int, Worker] = {}
+    epoch = -1
+    for event in events_named(run_dir, ("worker.started", "worker.exit")):
+        if event.epoch is None or event.node is None:
+            continue
+        if event.event == "worker.started":
+            if event.epoch > epoch:
+                epoch, found = event.epoch, {}
+            if event.epoch == epoch:
+                rank, pid = event.fields["worker_rank"], event.fields["pid"]
+                found[rank] = Worker(rank=rank, node=event.node, pid=pid, epoch=epoch)
+        elif event.event == "worker.exit" and event.epoch == epoch:
+            pid = event.fields.get("pid")
+            found = {r: w for r, w in found.items() if (w.node, w.pid) != (event.node, pid)}
+    return found
+
+
+def worker_of(run_dir: Path, rank: int) -> Worker:
+    """Return the worker of one rank.
+
+    Raises:
+        UserError: HF662 there is none now.
+    """
+    workers = workers_of(run_dir)
+    if rank not in workers:
+        there = f"ranks {min(workers)} to {max(workers)} run" if workers else "no worker runs"
+        raise UserError("HF662", f"rank {rank} does not run now; {there}")
+    return workers[rank]
+
+
+def step(
+    running: RunningJob, nodes: Sequence[str], command: Sequence[str], *, terminal: bool = False
+) -> list[str]:
+    """Return the command that runs `command` once on each of `nodes`, beside the job's own step."""
+    count = len(nodes)
+    return [
+        *("srun", f"--jobid={running.job.id}", "--overlap", f"--nodelist={','.join(nodes)}"),
+        *(f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
+        *("--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--export=ALL"),
+        *(("--pty",) if terminal else ()),
+        *running.start.options,
+        *running.start.prefix,
+        *command,
+    ]

@@ -1,0 +1,301 @@
+"""The status of runs: the platform's word and the run's own record, together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.plan.quantities import counted
+from launcher.platforms.background import NEVER_STARTED
+from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
+from launcher.platforms.exit_codes import state_of
+from launcher.platforms.targets import TARGETS, target_named
+from launcher.record.status import TrainingStatus
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.fetching import fetched
+from launcher.runs.runs import Run, current_job
+from launcher.runs.watching.findings import DiskSpace, Facts, Finding, Kind, findings
+from launcher.runs.watching.texts import names, times, when
+from launcher.spec.errors import HoldfastError, UserError
+
+Backends = Mapping[str, Backend]
+"""Target -> its backend: made once for a command, passed on for tests."""
+NOTHING_SAVED: Final = "stopped before anything was saved"
+"""Words for JobState.STOPPED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The status of one run."""
+
+    run: Run
+    target: str
+    job: JobRef
+    platform: JobStatus
+    """What the platform says of its job."""
+    training: TrainingStatus | None
+    """What its record says; None: it cannot be read; `problem` says why."""
+    problem: str = ""
+    disks: tuple[DiskSpace, ...] = ()
+    """What is left on the disks that a running job writes to, where this machine sees them."""
+
+    def findings(self, now_unix: float) -> list[Finding]:
+        """Return what is wrong with it while it runs, the gravest first."""
+        target = TARGETS.get(self.target)
+        facts = Facts(
+            run=self.run.shown,
+            platform=self.platform,
+            training=self.training,
+            problem=self.problem,
+            disks=self.disks,
+            nodes_return=target is None or target.nodes_return,
+        )
+        return findings(facts, now_unix=now_unix)
+
+    @property
+    def state(self) -> JobState:
+        """The platform's word, else what the record says of the end."""
+        state, training = self.platform.state, self.training
+        if training is None:
+            return state
+        forgotten = self.platform.reason == NO_SUCH_JOB or state is JobState.UNKNOWN
+        # A wrapped script may end well whatever came of its srun.
+        if (forgotten or state is JobState.DONE) and training.code is not None:
+            state = state_of(training.code)
+        if state is JobState.SAVED and training.nothing_saved and not self.problem:
+            return JobState.STOPPED
+        return state
+
+    def to_json(self, now_unix: float) -> dict[str, Any]:
+        """Return plain JSON types."""
+        platform = dataclasses.asdict(self.platform)
+        return {
+            "run": str(self.run.path),
+            "name": self.run.path.name,
+            "target": self.target,
+            "job_id": self.job.id or None,
+            "state": str(self.state),
+            "platform": {**platform, "state": str(self.platform.state)},
+            "training": None if self.training is None else self.training.to_json(),
+            "findings": [each.to_json() for each in self.findings(now_unix)],
+            "problem": self.problem or None,
+        }
+
+
+def make_backends(names: Iterable[str]) -> dict[str, Backend]:
+    """Return the backends of the targets `names`.
+
+    Raises:
+        UserError: HF206 there is no such target.
+    """
+    return {name: target_named(name).load_backend() for name in dict.fromkeys(names)}
+
+
+def target_of(run: Run) -> str:
+    """Return the platform of `run`; what was never submitted runs here."""
+    return run.submission.target if run.submission else "local"
+
+
+def run_statuses(runs: Sequence[Run], backends: Backends | None = None) -> list[RunStatus]:
+    """Return the status of `runs`; each platform is asked once for all of its runs.
+
+    A platform that is away or not installed, and a run that cannot be read, are reported and
+    not raised: the others must show. Files are fetched first, where that is needed: of one run
+    always, of many only of those that run now.
+    """
+    jobs = [(run, target_of(run), current_job(run)) for run in runs]
+    answers: dict[tuple[str, JobRef], JobStatus] = {}
+    known: dict[str, Backend] = dict(backends or {})
+    for target in dict.fromkeys(target for _, target, _ in jobs):
+        asked = list(dict.fromkeys(job for _, name, job in jobs if name == target))
+        answers |= {(target, job): status for job, status in _ask(target, asked, known).items()}
+    troubles = [
+        _bring(target, job, answers[target, job], known, one=len(runs) == 1)
+        for _, target, job in jobs
+    ]
+    return [
+        run_status(run, target, job, answers[target, job], trouble)
+        for (run, target, job), trouble in zip(jobs, troubles, strict=True)
+    ]
+
+
+def _ask(
+    target: str, jobs: list[JobRef], backends: dict[str, Backend]
+) -> Mapping[JobRef, JobStatus]:
+    try:
+        if target not in backends:
+            backends |= make_backends([target])
+        return backends[target].status(jobs)
+    except HoldfastError as error:
+        said = error.message if isinstance(error, UserError) else str(error)
+    unknown = JobStatus(state=JobState.UNKNOWN, reason=said, words="nothing is known of it here")
+    return dict.fromkeys(jobs, unknown)
+
+
+def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, one: bool) -> str:
+    """Fetch the run's files; return why that failed, or nothing."""
+    away = status.state is JobState.UNKNOWN and status.reason != NO_SUCH_JOB
+    if target not in backends or away or not (one or status.state is JobState.RUNNING):
+        return ""
+    return fetched(backends[target], job)
+
+
+def run_status(
+    run: Run, target: str, job: JobRef, platform: JobStatus, trouble: str = ""
+) -> RunStatus:
+    """Return the status of `run`, by its platform's answer and what it has written itself.
+
+    Args:
+        run: which.
+        target: its platform.
+        job: what was asked about.
+        platform: the answer.
+        trouble: why its files are not the newest; empty: they are.
+    """
+    training: TrainingStatus | None = None
+    try:
+        training, problem = run_dirs.read_training(run.path), run.problem or trouble
+    except UserError as error:
+        problem = run.problem or error.message
+    if platform.reason == NEVER_STARTED and training is not None:
+        platform = _by_the_record(training, platform)
+    disks: tuple[DiskSpace, ...] = ()
+    running = platform.state is JobState.RUNNING
+    if training is not None and running and not target_named(target).sees_other_paths:
+        disks = tuple(_disks([str(run.path), training.config.checkpoint.dir]))
+    return RunStatus(
+        run=run,
+        target=target,
+        job=job,
+        platform=platform,
+        training=training,
+        problem=problem,
+        disks=disks,
+    )
+
+
+def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
+    """Return where a run stands that no launcher has started, as a wrapped job's.
+
+    No platform is asked about it. Its record says that it runs, unless that has been silent for
+    longer than a job's that runs, or says how it ended.
+    """
+    if training.last_unix is None:
+        return platform
+    if training.code is not None:
+        return JobStatus(state=JobState.UNKNOWN, source="record")
+    runs = JobStatus(
+        state=JobState.RUNNING,
+        words="by its own record; no platform is asked about a job that was submitted by hand",
+        nodes=training.members,
+        source="record",
+    )
+    wrong = findings(Facts(run="", platform=runs, training=training), now_unix=time.time())
+    if all(each.kind is not Kind.NO_PROGRESS for each in wrong):
+        return runs
+    return JobStatus(
+        state=JobState.UNKNOWN,
+        reason="its record is silent",
+        words="it was submitted by hand: ask where that was (squeue, kubectl get pods)",
+        source="record",
+    )
+
+
+def _disks(folders: Iterable[str]) -> Iterator[DiskSpace]:
+    for folder in folders:
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue  # not made yet, or not seen from here
+        free_bytes = found.f_bavail * found.f_frsize
+        # File systems without a fixed number of inodes say 0 of 0.
+        yield DiskSpace(
+            path=folder, free_bytes=free_bytes, has_files=bool(found.f_favail or not found.f_files)
+        )
+
+
+def headline(status: RunStatus, now_unix: float) -> str:
+    """Return its status in one line: `running, step 5/100, loss 2.1`."""
+    state, training = status.state, status.training
+    parts = [str(state)]
+    if state is JobState.PENDING and status.platform.expected_start is not None:
+        parts.append(f"starts {when(status.platform.expected_start, now_unix)}")
+    if training is not None and training.last_unix is not None:
+        if state is JobState.RUNNING and training.state != "training":
+            parts.append(training.state)
+        parts.append(training.step_text)
+        if training.loss is not None:
+            parts.append(f"loss {training.loss:.4f}")
+    return ", ".join(parts)
+
+
+def detail_lines(status: RunStatus, now_unix: float) -> list[tuple[str, str]]:
+    """Return what `status RUN` shows: (what, text) pairs."""
+    platform, training = status.platform, status.training
+    rows = [("state", str(status.state))]
+    where = f"{status.target} job {status.job.id}" if status.job.id else status.target
+    rows.append(("job", ", ".join([where, *_times(platform, now_unix)])))
+    if platform.nodes and not status.state.is_final:
+        rows.append(("nodes", names(platform.nodes)))
+    if said := platform_text(status):
+        rows.append(("platform", said))
+    told = Kind.NODE_BROKE if said else None  # in the platform's row
+    found = status.findings(now_unix)
+    rows += [("warning", str(each)) for each in found if each.kind is not told]
+    if status.problem and status.state is not JobState.RUNNING:
+        rows.append(("problem", status.problem))
+    if training is not None and training.last_unix is not None:
+        rows += _training(training, training.last_unix, now_unix)
+    return rows
+
+
+def platform_text(status: RunStatus) -> str:
+    """Return the platform's words for people, with its own reason in brackets; empty: none."""
+    words, reason = status.platform.words, status.platform.reason
+    if status.state is JobState.STOPPED and status.platform.state is JobState.SAVED:
+        words = NOTHING_SAVED  # the platform knows the exit code alone
+    if words and reason and reason not in words:
+        return f"{words} ({reason})"
+    return words or reason
+
+
+def _times(platform: JobStatus, now_unix: float) -> list[str]:
+    moments = (
+        ("submitted", platform.submitted if platform.started is None else None),
+        ("expected to start", platform.expected_start),
+        ("started", platform.started),
+        ("ended", platform.ended),
+        ("time limit", platform.ends_by),
+    )
+    found = [f"{what} {when(t, now_unix)}" for what, t in moments if t is not None]
+    if platform.restarts:
+        found.append(f"requeued {times(platform.restarts)}")
+    return found
+
+
+def _training(training: TrainingStatus, last_unix: float, now_unix: float) -> list[tuple[str, str]]:
+    state = training.state_text
+    if training.parked is None and training.code is not None:
+        state = f"ended with code {training.code}"
+    if training.parked is None and training.joined is not None and training.joined[0]:
+        have, need = training.joined
+        state = f"{training.state}: {have} of {counted(need, 'node')} joined"
+    parts = [state, f"epoch {training.epoch}", training.step_text, *training.rate_texts]
+    rows = [("training", ", ".join(parts))]
+    if training.code and training.reason:
+        rows.append(("reason", training.reason))
+    if training.layout:
+        spares = f", spare: {names(training.spares)}" if training.spares else ""
+        layout = layout_label(training.layout)
+        rows.append(("layout", f"{layout} on {names(training.members)}{spares}"))
+    if training.excluded:
+        rows.append(("excluded", "; ".join(map(str, training.excluded))))
+    saved = "nothing yet" if training.saved_step is None else f"step {training.saved_step}"
+    rows.append(("checkpoint", saved))
+    rows.append(("last event", when(last_unix, now_unix)))
+    return rows

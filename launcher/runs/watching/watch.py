@@ -1,0 +1,175 @@
+"""Watches a submitted run until it has ended: `submit --watch` and `logs -f`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from elastic_trainer.plan.quantities import counted
+from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, Notices
+from launcher.platforms.exit_codes import EXIT_TEXTS, state_of
+from launcher.record.files import RunRecord
+from launcher.record.status import TrainingStatus
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.fetching import fetched
+from launcher.runs.runs import Run, current_job
+from launcher.runs.views import View
+from launcher.runs.watching.findings import Kind
+from launcher.runs.watching.follow_logs import Line, LogReader
+from launcher.runs.watching.run_status import NOTHING_SAVED, run_status, target_of
+from launcher.spec.errors import PlatformError
+
+_MISSING = 3
+"""So many answers in a row that there is no such job: it has gone from the platform's memory."""
+_CHANGED_S = 1.0
+"""A platform that says that something has changed is asked after this, not more often."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Asks the platform now and then, and looks at files more often.
+
+    Args:
+        run: which run.
+        backend: its platform's.
+        say: shows what the platform does with the job, a line each.
+        ask_s: between two questions to the platform; controllers serve many users.
+        look_s: between two looks at the files.
+        fetch_s: between two times that files are fetched, where storage is not shared.
+    """
+
+    run: Run
+    backend: Backend
+    say: Callable[[str], None]
+    ask_s: float = 10.0
+    look_s: float = 0.5
+    fetch_s: float = 3.0
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    _shown: str = ""
+    _trouble: str = ""
+    _wrong: frozenset[str] = frozenset()
+    _fetch_due: float = float("-inf")
+
+    def logs(self, reader: LogReader) -> Iterator[list[Line]]:
+        """Yield what is logged until the job has ended, over all its requeues."""
+        for last in self._looks():
+            reader.look()
+            yield reader.poll(last=last)
+
+    def progress(self, view: View) -> None:
+        """Draw the run's progress until the job has ended."""
+        record = RunRecord(self.run.path)
+        training = TrainingStatus(run_dirs.load(self.run.path))
+        with view:
+            for _ in self._looks():
+                lines = training.apply(record.poll())
+                training.up = [*training.members, *training.spares]
+                training.num_nodes = max(len(training.up), 1)
+                view.update(training, lines)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the job has ended, over all its requeues.
+
+        Raises:
+            TimeoutError: it has not within so many seconds.
+        """
+        begun = self.mono()
+        for last in self._looks():
+            if not last and timeout_s is not None and self.mono() - begun >= timeout_s:
+                raise TimeoutError(f"{self.run.path} has not ended within {timeout_s:g} s")
+
+    def _looks(self) -> Iterator[bool]:
+        """Yield whenever the run's files are to be looked at; True: for the last time."""
+        missing = 0
+        with self._noticing() as changed:
+            while True:
+                changed.clear()
+                status = self._ask()
+                missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
+                if status.state.is_final or missing >= _MISSING:
+                    self._fetch(now=True)
+                    yield True
+                    self._say_end(status)
+                    return
+                now = self.mono()
+                while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
+                    self._fetch()
+                    yield False
+                    self.sleep(self.look_s)
+
+    def _noticing(self) -> AbstractContextManager[threading.Event]:
+        """Return what tells that the platform should be asked now."""
+        if isinstance(self.backend, Notices):
+            return self.backend.noticing(current_job(self.run))
+        return nullcontext(threading.Event())
+
+    def _fetch(self, *, now: bool = False) -> None:
+        """Bring what is new, where it has to be brought; say what keeps it from coming, once."""
+        if not now and self.mono() < self._fetch_due:
+            return
+        trouble = fetched(self.backend, current_job(self.run))
+        self._fetch_due = self.mono() + self.fetch_s
+        if trouble != self._trouble:
+            self._trouble = trouble
+            if trouble:
+                self.say(trouble)
+
+    def _ask(self) -> JobStatus:
+        """Ask the platform; say what is new. One that is away is no end."""
+        job = current_job(self.run)
+        try:
+            status = self.backend.status([job])[job]
+        except PlatformError as error:
+            status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
+        # Of a job that is gone the run may know more, once all of it is here.
+        if not (status.state.is_final and status.reason == NO_SUCH_JOB):
+            self._tell(status)
+        self._warn(job, status)
+        return status
+
+    def _warn(self, job: JobRef, status: JobStatus) -> None:
+        """Say what is wrong with a job that runs, where that is new."""
+        run = run_status(self.run, target_of(self.run), job, status, self._trouble)
+        found = run.findings(self.wall())
+        for finding in found:
+            # What keeps files from coming is said when they are fetched.
+            if finding.kind not in {*self._wrong, Kind.RECORD_AWAY}:
+                self.say(f"warning: {finding}")
+        self._wrong = frozenset(finding.kind for finding in found)
+
+    def _tell(self, status: JobStatus) -> None:
+        """Say where the job stands, where that is new."""
+        text = self._text(status)
+        if text != self._shown:
+            self._shown = text
+            self.say(text)
+
+    def _say_end(self, status: JobStatus) -> None:
+        """Say the end of a job; of one that is forgotten, as the run tells it.
+
+        Not sooner: a job that is put back into the queue has an attempt that ended, too.
+        """
+        training = run_dirs.read_training(self.run.path)
+        if status.reason == NO_SUCH_JOB and (code := training.code) is not None:
+            words = EXIT_TEXTS.get(code, "")
+            status = JobStatus(state=state_of(code), code=code, words=words, source="events")
+        if status.state is JobState.SAVED and training.nothing_saved:
+            status = replace(status, state=JobState.STOPPED, words=NOTHING_SAVED)
+        self._tell(status)
+
+    def _text(self, status: JobStatus) -> str:
+        parts = [str(status.state)]
+        if status.words or status.reason:
+            parts.append(status.words or status.reason)
+        text = ": ".join(parts)
+        if status.state is JobState.PENDING and status.expected_start is not None:
+            start = time.localtime(status.expected_start)
+            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
+        if status.state is JobState.RUNNING and status.nodes:
+            text += f" on {counted(len(status.nodes), 'node')}"
+        return text

@@ -1,0 +1,433 @@
+"""YAML text -> JobSpec; every problem in one go, with file, line and how to fix it.
+
+`parse_spec` is pure. `load_spec` is the one place that reads files: the
+job file, and the config.json that `model` may name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import errno
+import json
+import os
+import shlex
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from elastic_trainer.plan.command import UNKNOWN_STEPS
+from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
+from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin
+from elastic_trainer.plan.templates import names_in, preset
+from elastic_trainer.storage.regular_file import open_regular, read_regular
+from launcher.spec.check import cross_check
+from launcher.spec.errors import Offer, Problem, UserError, Where
+from launcher.spec.problems import MODEL_TAGS, problems_of
+from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
+from launcher.spec.source import MAX_BYTES, Source, read_source
+from launcher.spec.spec import OPTIONAL, JobSpec, all_sections, keys_of
+from launcher.spec.values import as_text
+
+if TYPE_CHECKING:
+    from launcher.platforms.sites import Site
+
+MAX_MODEL_BYTES: Final = 16 << 20
+"""Of a model's config.json, which is a page of text."""
+ReadText = Callable[[str], str]
+"""Path as written in the job file -> text of that file; raises OSError."""
+
+_DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
+FOR_COMMANDS: Final[dict[str, Any]] = {
+    "model": {
+        "num_layers": 10_000,
+        "dim": 2 * _DIVISIBLE,
+        "num_heads": _DIVISIBLE,
+        "ffn_dim": _DIVISIBLE,
+        "vocab_size": _DIVISIBLE,
+    },
+    "train": {"seq_len": 2 * _DIVISIBLE, "global_batch": _DIVISIBLE, "steps": UNKNOWN_STEPS},
+    "data": {"path": "."},
+}
+"""What a command may leave out, since only it knows: values that allow any layout."""
+_PLACEHOLDERS: Final[dict[str, Any]] = {
+    "name": "job",
+    "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+    **FOR_COMMANDS,
+}
+"""In place of what is missing or wrong, so that the rest can be checked in the same go."""
+_MAX_TRIALS: Final = 100
+"""Offers that are tried, each on the whole job; real mistakes are a few, of a few offers each."""
+_MAX_VALUES: Final = 1_000
+"""Of a job whose offers are tried: beyond, it is no page of text, and each trial takes long."""
+
+
+def parse_spec(
+    text: str,
+    file: str = "job.yaml",
+    sets: Sequence[str] = (),
+    *,
+    read: ReadText | None = None,
+) -> JobSpec:
+    """Return the job that `text` describes, with the overrides `sets` applied.
+
+    Args:
+        text: the YAML.
+        file: name for messages.
+        sets: overrides as `train.steps=50`, later ones winning.
+        read: reads the config.json that `model` may name; without it such a
+            model is refused.
+
+    Raises:
+        UserError: every problem found, in the order of the file.
+    """
+    source = read_source(text, file, sets)
+    secrets = [*leaks(source.data), *_in_comments(text)]
+    source.problems += [*(_no_secret(source, leak) for leak in secrets), *_fill_values(source)]
+    left_out = _fill_for_command(source)
+    read = None if read is None else cache(read)
+
+    def check(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+        spec, problems = _validate(source)
+        if spec is not None:
+            spec.remember(source, text, sets)
+            problems += _complete(spec, left_out | _keys(problems), read)
+        return spec, problems
+
+    spec, problems = check(source)
+    trials = _MAX_TRIALS if len(source.lines) <= _MAX_VALUES else 0
+    problems = _tried(problems, lambda offer: check(source.putting(offer))[1], trials)
+    errors = [problem for problem in problems if not problem.is_warning]
+    warnings = [problem for problem in problems if problem.is_warning]
+    if errors:
+        found = _without([*errors, *warnings], [leak.secret for leak in secrets])
+        raise UserError.many(found[: len(errors)], found[len(errors) :])
+    assert spec is not None, "a spec without problems is valid"
+    spec.warn(warnings)
+    return spec
+
+
+def _keys(problems: Sequence[Problem]) -> set[str]:
+    return {problem.where.key for problem in problems if problem.where.key}
+
+
+def _tried(
+    problems: list[Problem], check: Callable[[Offer], list[Problem]], trials: int
+) -> list[Problem]:
+    """Return the problems with those of their offers that help, of the first `trials` of all.
+
+    An offer helps if with it in place the job has the problem no more, and no error that it did
+    not have before. Where it then lacks memory alone, what is offered against that goes with it.
+    """
+    before, out = _places(problems), []
+    for problem in problems:
+        helping = []
+        offers = list(problem.offers)
+        while offers and trials > 0:
+            trials -= 1
+            offer = offers.pop(0)
+            after = check(offer)
+            new = [each for each in after if not each.is_warning and not _places([each]) <= before]
+            if _places([problem]) & _places(after):
+                continue
+            if not new:
+                helping.append(offer)
+            elif [each.code for each in new] == ["HF131"] and offer in problem.offers:
+                offers[:0] = [
+                    {**more, **offer} for more in new[0].offers[:1] if not {*more} & {*offer}
+                ]
+        # Messages of single values say what is expected, whether or not anything can be offered.
+        enough = not problem.offers or (not helping and problem.code in ("HF012", "HF013", "HF015"))
+        out.append(replace(problem, offers=()) if enough else problem.offering(helping))
+    return out
+
+
+def _places(problems: Iterable[Problem]) -> set[tuple[str, str]]:
+    return {(problem.code, problem.where.key) for problem in problems}
+
+
+def _in_comments(text: str) -> Iterator[Leak]:
+    """Yield the secrets in the comments of a job file, which is kept as it is written."""
+    for line, row in enumerate(text.splitlines(), start=1):
+        comment = row.partition("#")[2]
+        for what, start, end, name in find_secrets(comment):
+            yield Leak((line,), what, comment[start:end], name)
+
+
+def _no_secret(source: Source, leak: Leak) -> Problem:
+    """Return the problem with a secret; the message does not repeat it."""
+    kept = "job files and scripts are kept and shown"
+    if leak.path and isinstance(leak.path[0], int):
+        where = Where(source.file, leak.path[0])
+        return Problem("HF163", where, f"a comment holds {leak.what}; {kept}: remove it")
+    where = source.where(leak.path)
+    if leak.path[:2] == ("env", "secrets") and len(leak.path) == 3:
+        message = f"expected {{file: PATH}} or {{env: NAME}}, not the secret itself: {kept}"
+    elif leak.path[:2] == ("env", "variables") and leak.name == leak.path[-1]:
+        message = (
+            f"is named like a secret, and {kept}; use env.secrets.{leak.name}: {{file: PATH}} or "
+            f"{{env: {leak.name}}}"
+        )
+    else:
+        message = (
+            f"holds what looks like {leak.what}, and {kept}: put it into a file, name that in "
+            "env.secrets, and let the program read the variable"
+        )
+    return Problem("HF163", where, message)
+
+
+def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
+    """Return `problems` without what was found to be secret, in whatever words they have it."""
+    found = []
+    telling = sorted({each for each in secrets if len(each) > 3}, key=len, reverse=True)
+    for problem in problems:
+        message, file = problem.message, problem.where.file
+        for secret in telling:
+            for text in (secret, repr(secret)[1:-1]):
+                message = message.replace(text, MASK) if problem.code != "HF163" else message
+                file = file.replace(text, MASK) if file.startswith("--set ") else file
+        where = replace(problem.where, file=file)
+        found.append(replace(problem, where=where, message=message))
+    return found
+
+
+def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
+    """Find the model's dimensions and check the rules that span several keys."""
+    shape, problem = _shape_of(spec, read)
+    spec.complete(shape)
+    problem = problem or _plugin_problem(spec, read)
+    found = [problem] if problem and "model" not in bad else []
+    return [*found, *cross_check(spec, bad | _keys(found))]
+
+
+def load_spec(
+    job: str | Path | Mapping[str, Any] | JobSpec,
+    sets: Sequence[str] = (),
+    *,
+    site: Site | None = None,
+    folder: Path | None = None,
+) -> JobSpec:
+    """Read a job.
+
+    Args:
+        job: path of a job file, its values as plain data, or a job that was read before.
+        sets: overrides as `train.steps=50`, later ones winning.
+        site: the cluster, whose defaults count where the job says nothing.
+        folder: what relative paths in it are relative to; None: the folder of the job file, or
+            the working directory where there is no file.
+
+    Raises:
+        UserError: HF001 or HF002 when it cannot be read, HF005 when it is no plain data; else as
+            `parse_spec`.
+    """
+    if isinstance(job, JobSpec):
+        text, file, before, base_dir = job.text, job.source.file, job.sets, job.folder
+    elif isinstance(job, Mapping):
+        text, file, before, base_dir = _json(job), "job", (), Path.cwd()
+    else:
+        text, file, before, base_dir = _text(job), str(job), (), Path(job).absolute().parent
+    base_dir = folder or base_dir
+
+    def read(name: str) -> str:
+        """Read the config.json of a model, given itself or by its folder."""
+        try:
+            model_path = base_dir / Path(name).expanduser()
+        except RuntimeError as error:  # ~name of somebody who is not known here
+            raise FileNotFoundError(str(error)) from error
+        if model_path.is_dir():
+            model_path /= "config.json"
+        return read_regular(model_path, MAX_MODEL_BYTES).decode()
+
+    defaults = [] if site is None else site.sets(read_source(text, file, before).data)
+    spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
+    spec.lie_in(base_dir)
+    return spec
+
+
+def _text(path: str | Path) -> str:
+    file = str(path)
+    try:
+        return job_text(Path(path))
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
+        raise UserError("HF002", message, where=Where(file)) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"cannot be read: {reason}; check the path"
+        raise UserError("HF001", message, where=Where(file)) from error
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Return values as JSON, which is YAML that no text needs quotes for."""
+    try:
+        return json.dumps(dict(values), ensure_ascii=False, indent=1, allow_nan=False, default=_str)
+    except (TypeError, ValueError) as error:
+        raise UserError("HF005", f"{error}; a job is made of plain data") from error
+
+
+def _str(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
+
+
+def _fill_values(source: Source) -> list[Problem]:
+    """Fill the job's own values into its command; return problems with those it does not take."""
+    values, command = source.data.get("values"), source.data.get("command")
+    if not isinstance(values, dict):
+        return []
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command or []
+        taken = names_in(words)
+    except (TypeError, ValueError):
+        return []  # of the command more is said when it is checked
+    if command is not None:
+        source.data["command"] = list(
+            preset(words, {k: str(as_text(v)) for k, v in values.items()})
+        )
+    return [
+        Problem("HF010", source.where(("values", name)), f"no {{{name}}} is in the command")
+        for name in values
+        if name not in taken
+    ]
+
+
+def job_text(path: Path) -> str:
+    """Return the text of a job file, cut behind what a job file may have."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # a shell's <(...), or its input
+        with path.open("rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+                raise OSError(errno.EINVAL, "not a regular file")
+            raw = file.read(4 * MAX_BYTES + 1)
+    else:
+        with open_regular(path) as file:
+            raw = file.read(4 * MAX_BYTES + 1)
+    return codecs.decode(raw, "utf-8-sig")
+
+
+def _fill_for_command(source: Source) -> set[str]:
+    """Fill in what a job with `command` leaves out of `source`; return the keys."""
+    if source.data.get("command") is None:
+        return set()
+    left_out = set()
+    for key, stand_in in FOR_COMMANDS.items():
+        given = source.data.get(key)
+        if given is None:
+            source.data[key] = dict(stand_in)
+            left_out.add(key)
+        elif key == "train" and isinstance(given, dict):
+            missing = {name: value for name, value in stand_in.items() if name not in given}
+            source.data[key] = {**given, **missing}
+            left_out |= {f"{key}.{name}" for name in missing}
+    return left_out
+
+
+def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+    """Return the spec and its problems; with problems, wrong values are replaced."""
+    reported = list(source.problems)
+    data = {
+        key: value
+        for key, value in source.data.items()
+        if value is not None or key not in OPTIONAL  # an empty section is one with defaults
+    }
+    try:
+        return JobSpec.model_validate(data), reported
+    except ValidationError as error:
+        known = {path: keys_of(model) for path, model in all_sections().items()}
+        seen = _keys(reported)
+        found = problems_of(error, source, known)
+        problems = reported + [problem for problem in found if problem.where.key not in seen]
+        bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
+    data = copy.deepcopy(data)
+    for path in bad:
+        _drop(data, [part for part in path if part not in MODEL_TAGS])
+    for key, stand_in in _PLACEHOLDERS.items():
+        if not isinstance(stand_in, dict):
+            data.setdefault(key, stand_in)
+        elif isinstance(data.setdefault(key, {}), dict):
+            data[key] = {**stand_in, **data[key]}
+    if isinstance(data["model"], dict) and any(path[0] == "model" for path in bad):
+        data["model"] = FOR_COMMANDS["model"]
+    try:
+        return JobSpec.model_validate(data), problems
+    except ValidationError:
+        return None, problems  # problems that follow from problems: what was found must do
+
+
+def _drop(data: Any, path: Sequence[str | int]) -> None:
+    """Remove what lies at `path`; a bad list item takes the whole list with it."""
+    for index, part in enumerate(path):
+        last = index == len(path) - 1 or isinstance(path[index + 1], int)
+        if not isinstance(data, dict) or part not in data:
+            return
+        if last:
+            data.pop(part)
+            return
+        data = data[part]
+
+
+def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:
+    """Return the model's dimensions, or a placeholder and the problem with `model`."""
+    model, where = spec.model, spec.source.where_key("model")
+    stand_in = _shape(FOR_COMMANDS["model"])
+    if not isinstance(model, str):
+        return _shape(dict(model)), None
+    if model in PRESETS:
+        return PRESETS[model], None
+    if "/" not in model and not model.endswith(".json"):
+        import difflib
+
+        near = difflib.get_close_matches(model.lower(), PRESETS, cutoff=0.4)
+        message = f"{model} is no preset, no dimensions and no path of a config.json"
+        offers = tuple({"model": name} for name in near or PRESETS)
+        return stand_in, Problem("HF020", where, message, offers)
+    try:
+        return parse_hf_config((read or _read_nothing)(model)), None
+    except ConfigError as error:
+        code, reason = error.code, str(error)
+    except UnicodeDecodeError:
+        code, reason = "HF021", "not UTF-8 text"
+    except OSError as error:
+        code, reason = "HF021", f"cannot be read: {error.strerror or error}"
+    return stand_in, Problem(code, where, f"{model}: {reason}")
+
+
+def _shape(given: dict[str, Any]) -> ModelShape:
+    """Return the shape of `model:` as a mapping; keys of other families are left to the check."""
+    family = FAMILIES[given.get("family", ModelShape.family)]
+    if given.get("plugin") is not None:
+        family = Plugin
+    known = {each.name for each in fields(family)}
+    heads = given.get("num_kv_heads") or given["num_heads"]
+    derived = {"num_kv_heads": heads, "head_dim": given.get("head_dim") or 0}
+    return family(**{**{key: given[key] for key in given if key in known}, **derived})
+
+
+def _plugin_problem(spec: JobSpec, read: ReadText | None) -> Problem | None:
+    """Return the warning that a plug-in's module is not where submission takes it from."""
+    if read is None or not isinstance(spec.shape, Plugin):
+        return None
+    module = Path(*spec.shape.plugin.partition(":")[0].split("."))
+    files = [
+        Path(spec.code.dir, within, file)
+        for within in ("", "src")
+        for file in (module.with_suffix(".py"), module / "__init__.py")
+    ]
+    for file in files:
+        try:
+            read(str(file))
+        except (OSError, UnicodeDecodeError):
+            continue
+        return None
+    where = spec.source.where_key("model.plugin")
+    message = f"{files[0]} is not there: the module must be installed on every node"
+    return Problem("HF186", where, message)
+
+
+def _read_nothing(name: str) -> str:
+    raise ConfigError("HF021", f"files such as {name} cannot be read here")

@@ -1,0 +1,595 @@
+"""What makes a layout legal for a model, a cluster and a batch. Pure.
+
+One small function per rule; each yields findings with the values and what may be put instead.
+The spec asks for all of them at once, the ladder for each rung it considers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any, Final
+
+from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_rank
+from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.quantities import counted
+from launcher.spec.errors import Offer
+from launcher.spec.memory import GIB, RankBytes, Work, fullest_rank
+
+MOST_OFFERS: Final = 4
+"""Values that a message lists of one key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the rules need to know of a job beside its layout."""
+
+    model_name: str
+    shape: ModelShape
+    nodes: int
+    gpus_per_node: int
+    domain: int
+    """Consecutive ranks that share one node, or one NVLink domain."""
+    seq_len: int
+    global_batch: int
+    """Sequences."""
+    micro_batch: int
+    """Sequences."""
+    schedule: str = "1f1b"
+    interleave: int = 1
+    allow_tp_across_nodes: bool = False
+    auto_dp: bool = True
+    """dp follows from the other degrees."""
+    precision: str = "bf16"
+    float8: bool = False
+    recompute: str = "none"
+    packed: bool = False
+    """Samples are packed documents."""
+    no_sync: bool | None = None
+    """As the job file says; None: where memory allows."""
+    memory_gib: float | None = None
+    """Of a GPU. None: nothing is said of what fits, for the GPU is not known, or the model is the
+    job's own and may keep anything."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes, without spares."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step over all dp ranks."""
+        return max(1, self.global_batch // self.micro_batch)
+
+    def skips_sync(self, layout: ParallelLayout) -> bool:
+        """Return whether a rung with this legal layout reduces gradients once a step.
+
+        Where the job file leaves it open: where the GPU's memory is known and a tenth stays free.
+        """
+        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
+        if layout.pp > 1 or layout.dp * layout.cp == 1 or rounds == 1:
+            return False  # pipelines do by themselves; else there is nothing to leave out
+        if self.no_sync is not None or self.memory_gib is None:
+            return self.no_sync is True
+        return self._bytes(layout, no_sync=True).total <= 0.9 * self.memory_gib * GIB
+
+    def rank_bytes(self, layout: ParallelLayout) -> RankBytes:
+        """Return the bytes of the fullest rank of a legal layout."""
+        return self._bytes(layout, no_sync=self.skips_sync(layout))
+
+    def _bytes(self, layout: ParallelLayout, *, no_sync: bool) -> RankBytes:
+        work = Work(
+            shape=self.shape,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            float8=self.float8,
+            recompute=self.recompute,
+            interleave=self.interleave,
+            masked=self.packed,
+            no_sync=no_sync,
+        )
+        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
+        return fullest_rank(work, layout, rounds)
+
+    def fits(self, layout: ParallelLayout) -> bool:
+        """Return whether a legal layout fits the GPU; True where its memory is not known."""
+        return self.memory_gib is None or self.rank_bytes(layout).total <= self.memory_gib * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken rule."""
+
+    code: str
+    key: str
+    message: str
+    """What is wrong, with the values."""
+    needs: frozenset[str]
+    """All the keys it was computed from."""
+    offers: tuple[Offer, ...] | None = None
+    """What may be put instead. Each is tried on the whole job before a message offers it.
+
+    None: the message says how to fix it.
+    """
+
+
+Rule = Callable[[Facts, ParallelLayout], Iterator[Finding]]
+
+
+def finding(
+    code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] | None = None
+) -> Finding:
+    """Return a finding at `key`, which was computed from the keys `needs` too."""
+    found = None if offers is None else tuple(offers)
+    return Finding(code, key, message, frozenset({key, *needs}), found)
+
+
+def instead(key: str, values: Iterable[Any]) -> list[Offer]:
+    """Return an offer of each of `values` for `key`."""
+    return [{key: value} for value in values]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number`, largest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)}, reverse=True)
+
+
+def _degrees(
+    facts: Facts, layout: ParallelLayout, axis: str, degrees: Iterable[int]
+) -> list[Offer]:
+    """Return offers of those degrees of an axis that leave whole replicas, a few of them."""
+    others = layout.world_size // layout.dp // getattr(layout, axis)
+    whole = (degree for degree in degrees if facts.num_gpus % (degree * others) == 0)
+    dp = {} if facts.auto_dp else {"layout.dp": "auto"}
+    return [{f"layout.{axis}": degree, **dp} for degree in islice(whole, MOST_OFFERS)]
+
+
+def tp_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every tp rank holds whole heads and KV heads, and equal parts of tables and sequence.
+
+    One finding names all that does not divide, by the code of the first.
+    """
+    shape, tp, cp = facts.shape, layout.tp, layout.cp
+    share, even = facts.seq_len // cp, facts.seq_len % _halves(cp) == 0
+    tokens = f"{share} tokens of each cp rank" if cp > 1 else f"{share} tokens of a sequence"
+    parts = [
+        ("HF102", shape.num_heads, f"{shape.num_heads} attention heads"),
+        ("HF103", shape.num_kv_heads, f"{shape.num_kv_heads} KV heads"),
+        ("HF107", shape.vocab_size, f"vocabulary of {shape.vocab_size}"),
+        ("HF108", shape.ffn_dim, f"SwiGLU width (ffn_dim) of {shape.ffn_dim}"),
+        *([("HF106", share, tokens)] if even else []),
+    ]
+    broken = [part for part in parts if part[1] % tp]
+    if not broken:
+        return
+    codes, sizes, names = zip(*broken, strict=True)
+    usable = divisors(math.gcd(*(size for _, size, _ in parts), facts.domain))
+    offers = _degrees(facts, layout, "tp", usable)
+    offers += _padded(facts, layout, codes, sizes)
+    needs = {"model"} if codes != ("HF106",) else set()
+    needs |= {"train.seq_len", "layout.cp"} if "HF106" in codes else set()
+    model = f" of {facts.model_name}" if codes[0] != "HF106" else ""
+    *others, last = (f"the {name}" for name in (f"{names[0]}{model}", *names[1:]))
+    listed = f"{', '.join(others)} and {last}" if others else last
+    yield finding(codes[0], "layout.tp", f"{tp} does not divide {listed}", *needs, offers=offers)
+
+
+def _padded(
+    facts: Facts, layout: ParallelLayout, codes: tuple[str, ...], sizes: tuple[int, ...]
+) -> list[Offer]:
+    """Return what else may be changed so that tp divides it, where one thing is in its way."""
+    key = {"HF106": "train.seq_len", "HF107": "model.vocab_size", "HF108": "model.ffn_dim"}
+    if len(codes) > 1 or codes[0] not in key:
+        return []
+    if codes[0] == "HF106":
+        return [{"train.seq_len": _near_seq_len(facts, layout)}]
+    return [{key[codes[0]]: math.ceil(sizes[0] / layout.tp) * layout.tp}]
+
+
+def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """A tp group lies within one node or NVLink domain, unless allowed to leave it."""
+    if facts.allow_tp_across_nodes or not crosses_nodes(facts, layout):
+        return
+    inside = [d for d in divisors(facts.domain) if facts.shape.num_kv_heads % d == 0]
+    yield finding(
+        "HF104",
+        "layout.tp",
+        f"tensor-parallel groups of {layout.tp} reach beyond {facts.domain} GPUs that share a "
+        f"node or NVLink domain, where they are slow",
+        "cluster.gpus_per_node",
+        "layout.order",
+        "cluster.gpu",
+        offers=[
+            *([{"layout.order": list(AXES)}] if layout.order != AXES else []),
+            *_degrees(facts, layout, "tp", inside),
+            {"layout.allow_tp_across_nodes": True},
+        ],
+    )
+
+
+def crosses_nodes(facts: Facts, layout: ParallelLayout) -> bool:
+    """Return whether some tp group of `layout` leaves its node or NVLink domain."""
+    if layout.tp == 1:
+        return False
+    inner = layout.order[: layout.order.index("tp")]
+    span = layout.tp * math.prod(getattr(layout, axis) for axis in inner)
+    return span > facts.domain or (layout.world_size > facts.domain and facts.domain % span != 0)
+
+
+def _halves(cp: int) -> int:
+    """Return in how many zigzag halves the sequence is split."""
+    return 2 * cp if cp > 1 else 1
+
+
+def _near_seq_len(facts: Facts, layout: ParallelLayout) -> int:
+    """Return the length nearest to the job's that divides as the layout wants it."""
+    unit = math.lcm(layout.tp * layout.cp, _halves(layout.cp))
+    return max(unit, round(facts.seq_len / unit) * unit)
+
+
+def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """The sequence splits into 2*cp zigzag halves."""
+    seq_len, cp = facts.seq_len, layout.cp
+    if seq_len % _halves(cp) == 0:
+        return
+    fitting = (d for d in range(cp, 0, -1) if seq_len % _halves(d) == 0)
+    yield finding(
+        "HF105",
+        "layout.cp",
+        f"seq_len {seq_len} does not divide into 2*cp = {2 * cp} zigzag halves",
+        "train.seq_len",
+        offers=[
+            *_degrees(facts, layout, "cp", fitting),
+            {"train.seq_len": _near_seq_len(facts, layout)},
+        ],
+    )
+
+
+def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every stage has a layer; layers need not divide evenly."""
+    stages, layers = layout.pp * facts.interleave, facts.shape.num_layers
+    if layout.pp > 1 and stages > layers:
+        times = f" x interleave {facts.interleave} = {stages} stages" if stages > layout.pp else ""
+        most = max(1, layers // facts.interleave)
+        yield finding(
+            "HF109",
+            "layout.pp",
+            f"{layout.pp}{times} is more than the {layers} layers of {facts.model_name}",
+            "model",
+            "layout.interleave",
+            offers=_degrees(facts, layout, "pp", range(most, 0, -1)),
+        )
+
+
+def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Tied embedding and head are one parameter: both on one stage."""
+    if layout.pp > 1 and facts.shape.tie_embeddings:
+        yield finding(
+            "HF119",
+            "layout.pp",
+            f"{layout.pp} stages would part the embedding and the head of {facts.model_name}, "
+            "which share their weights",
+            "model",
+            offers=[*_degrees(facts, layout, "pp", [1]), {"model.tie_embeddings": False}],
+        )
+
+
+def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """The step is a whole number of micro-batches, at least one for every dp rank."""
+    batch, micro, fed = facts.global_batch, facts.micro_batch, layout.dp * layout.pp
+    if batch % micro:
+        whole = round(batch / micro) * micro, math.ceil(batch / (micro * fed)) * micro * fed
+        smaller = [d for d in divisors(batch) if d <= micro][:MOST_OFFERS]
+        yield finding(
+            "HF112",
+            "train.global_batch",
+            f"{batch} sequences are not a whole number of micro-batches of {micro}",
+            "train.micro_batch",
+            offers=[
+                *instead("train.global_batch", dict.fromkeys(each for each in whole if each)),
+                *instead("train.micro_batch", smaller),
+            ],
+        )
+    elif batch // micro < layout.dp:
+        yield finding(
+            "HF113",
+            "train.global_batch",
+            f"{batch} sequences are {batch // micro} micro-batches of {micro}, fewer than dp "
+            f"{layout.dp} (more tp, cp or pp make it smaller)",
+            "train.micro_batch",
+            "layout.dp",
+            offers=_feeding(facts, layout),
+        )
+
+
+def _feeding(facts: Facts, layout: ParallelLayout) -> list[Offer]:
+    """Return batches of which every dp rank has a micro-batch for each stage."""
+    batch, fed = facts.global_batch, layout.dp * layout.pp
+    smaller = [d for d in divisors(batch) if d < facts.micro_batch and batch // d >= fed]
+    return [
+        {"train.global_batch": fed * facts.micro_batch},
+        *instead("train.micro_batch", smaller[:MOST_OFFERS]),
+    ]
+
+
+def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every dp rank runs enough micro-batches for the schedule, in a number it can run."""
+    if layout.pp == 1 or facts.global_batch % facts.micro_batch:
+        return
+    pp, dp, micro = layout.pp, layout.dp, facts.micro_batch
+    rounds = micro_batches_per_rank(facts.num_micro_batches, dp)
+    needs = ("train.micro_batch", "layout.dp", "layout.pp")
+    if facts.num_micro_batches < dp:
+        return  # HF113 says it
+    if rounds < pp:
+        yield finding(
+            "HF110",
+            "train.global_batch",
+            f"{facts.global_batch} sequences are {rounds} micro-batches per dp rank, fewer than "
+            f"the {pp} pipeline stages",
+            *needs,
+            offers=[
+                *_feeding(facts, layout),
+                *_degrees(facts, layout, "pp", range(pp - 1, 0, -1)),
+            ],
+        )
+    elif not schedule_runs(facts.schedule, pp, rounds):
+        below, above = rounds // pp * pp, math.ceil(rounds / pp) * pp
+        yield finding(
+            "HF111",
+            "train.global_batch",
+            f"the interleaved schedule runs a multiple of pp {pp} micro-batches per dp rank, "
+            f"not {rounds}",
+            *needs,
+            "layout.schedule",
+            offers=instead("train.global_batch", [below * dp * micro, above * dp * micro]),
+        )
+
+
+FLOAT8_MULTIPLE: Final = 16
+"""What divides each dimension of a product in float8 (cuBLASLt, torch._scaled_mm)."""
+
+
+def float8_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every product of a layer's linears, those of backward too, has dimensions for float8."""
+    shape, tp, cp = facts.shape, layout.tp, layout.cp
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    tokens = facts.micro_batch * facts.seq_len
+    if not facts.float8 or any(n % tp for n in (heads, kv_heads, shape.ffn_dim)) or tokens % cp:
+        return  # other rules say so
+    sizes = {
+        "width (dim)": shape.dim,
+        "queries": heads * shape.head_size // tp,
+        "keys": kv_heads * shape.head_size // tp,
+        "SwiGLU width": shape.ffn_dim // tp,
+        "tokens of a micro-batch": tokens // cp,
+    }
+    broken = [f"{what} {size}" for what, size in sizes.items() if size % FLOAT8_MULTIPLE]
+    if broken:
+        smaller = (degree for degree in divisors(facts.domain) if degree < tp)
+        yield finding(
+            "HF132",
+            "train.float8",
+            f"{FLOAT8_MULTIPLE} does not divide what a rank multiplies: {', '.join(broken)}",
+            *("model", "layout.tp", "layout.cp", "train.seq_len", "train.micro_batch"),
+            offers=[*_degrees(facts, layout, "tp", smaller), {"train.float8": False}],
+        )
+
+
+def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
+    """Return whether `schedule` can run `rounds` micro-batches on each of `pp` stages.
+
+    torch's interleaved schedule forms rounds // pp groups of equal size and
+    raises otherwise, once the processes are up; multiples of pp always do.
+    """
+    return rounds >= pp and (schedule != "interleaved" or rounds % pp == 0)
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    tp_divides,
+    tp_stays_inside,
+    sequence_divides,
+    stages_have_layers,
+    tied_tables_share_a_stage,
+    batch_divides,
+    pipeline_is_fed,
+    float8_divides,
+)
+
+
+def layout_findings(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Yield every rule that `layout` breaks, the number of GPUs and their memory aside."""
+    return (found for rule in RULES for found in rule(facts, layout))
+
+
+def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
+    """Return a finding unless a legal `layout` fits the memory of its GPUs."""
+    if facts.fits(layout):
+        return None
+    found = facts.rank_bytes(layout)
+    items = sorted(found.items().items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items if size >= GIB / 20)
+    return finding(
+        "HF131",
+        "layout",
+        f"{layout.label} needs {found.total / GIB:.1f} GiB on its fullest GPU, which has "
+        f"{facts.memory_gib:.1f}: {listed}",
+        *("model", "cluster", "train", "data.format"),
+        offers=islice(_that_fit(facts, layout), MOST_OFFERS),
+    )
+
+
+def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+    """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    if facts.no_sync and replace(facts, no_sync=False).fits(layout):
+        yield {"train.no_sync": False}
+    fewer = (
+        replace(layout, dp_replicate=copies)
+        for copies in divisors(layout.dp)
+        if copies < layout.dp_replicate and layout.dp // copies % layout.ep == 0
+    )
+    yield from islice(
+        ({"layout.dp_replicate": each.dp_replicate} for each in fewer if facts.fits(each)), 1
+    )
+    levels = ("none", "selective", "full")
+    more = levels[levels.index(facts.recompute) + 1 :]
+    recomputing = [
+        (facts, {}),
+        *((replace(facts, recompute=r), {"train.recompute": r}) for r in more),
+    ]
+    for changed, offer in recomputing[1:]:
+        if changed.fits(layout):
+            yield offer
+            break
+    smaller = (d for d in divisors(facts.micro_batch) if d < facts.micro_batch)
+    yield from islice(
+        ({"train.micro_batch": d} for d in smaller if replace(facts, micro_batch=d).fits(layout)),
+        1,
+    )
+    for changed, offer in recomputing:
+        larger = list(islice(_larger(changed, layout), 2))
+        yield from ({**offer, **each} for each in larger)
+        if larger:
+            return
+    changed, offer = recomputing[-1]
+    for times in (2, 4, 8, 16, 32):
+        grown = replace(changed, nodes=facts.nodes * times)
+        wider = replace(layout, dp=layout.dp * times)
+        if grown.num_micro_batches >= wider.dp and grown.fits(wider):
+            nodes: Offer = {"cluster.nodes": grown.nodes}
+            yield {**offer, **nodes, **({} if facts.auto_dp else {"layout.dp": "auto"})}
+            return
+
+
+def _larger(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+    """Yield degrees on the same GPUs that fit, the smallest replica first."""
+    shape = facts.shape
+    degrees = sorted(
+        product(
+            [d for d in divisors(facts.domain) if d >= layout.tp],
+            [layout.cp * times for times in (1, 2, 4, 8)],
+            [layout.pp * times for times in (1, 2, 4, 8) if layout.pp * times <= shape.num_layers],
+        ),
+        key=lambda each: (math.prod(each), each[2], each[1]),
+    )
+    for tp, cp, pp in degrees:
+        dp, left = divmod(facts.num_gpus, tp * cp * pp)
+        if left or dp < 1 or (tp, cp, pp) == (layout.tp, layout.cp, layout.pp):
+            continue
+        replicas = math.gcd(dp, layout.dp_replicate)
+        changed = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": replicas}
+        changed["ep"] = math.gcd(dp // replicas, layout.ep)
+        other = ParallelLayout(dp=dp, **changed, order=layout.order)
+        if any(layout_findings(facts, other)) or not facts.fits(other):
+            continue
+        offer: Offer = {
+            f"layout.{key}": value
+            for key, value in changed.items()
+            if value != getattr(layout, key)
+        }
+        yield {**offer, **({} if facts.auto_dp else {"layout.dp": "auto"})}
+
+
+def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
+    """Return a finding unless dp * tp * pp * cp is exactly the number of GPUs."""
+    product, gpus, per_node = layout.world_size, facts.num_gpus, facts.gpus_per_node
+    if product == gpus:
+        return None
+    replica = product // layout.dp
+    offers: list[Offer] = []
+    if gpus % replica == 0:
+        offers += instead("layout.dp", [gpus // replica, "auto"])
+    if product % per_node == 0:
+        offers += instead("cluster.nodes", [product // per_node])
+    if not offers:
+        nodes = nearest_nodes(facts, replica)
+        offers = [{"cluster.nodes": count, "layout.dp": "auto"} for count in nodes]
+    return finding(
+        "HF101",
+        "layout.dp",
+        f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
+        f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}",
+        "layout.tp",
+        "layout.cp",
+        "layout.pp",
+        "cluster.nodes",
+        "cluster.gpus_per_node",
+        offers=offers,
+    )
+
+
+def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
+    """Return a finding unless `dp: auto` has a solution."""
+    replica = tp * cp * pp
+    if facts.num_gpus % replica == 0:
+        return None
+    return finding(
+        "HF116",
+        "layout.dp",
+        f"auto has no solution: one replica of tp {tp} x cp {cp} x pp {pp} = {replica:,} ranks "
+        f"does not divide the {counted(facts.num_gpus, 'GPU')} of {counted(facts.nodes, 'node')}",
+        "layout.tp",
+        "layout.cp",
+        "layout.pp",
+        "cluster.nodes",
+        "cluster.gpus_per_node",
+        offers=instead("cluster.nodes", nearest_nodes(facts, replica)),
+    )
+
+
+def nearest_nodes(facts: Facts, replica: int) -> list[int]:
+    """Return the numbers of nodes nearest to the job's whose GPUs are whole replicas."""
+    unit = math.lcm(replica, facts.gpus_per_node) // facts.gpus_per_node
+    below = facts.nodes // unit * unit
+    return [n for n in (below, below + unit) if n > 0]
+
+
+def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[Finding]:
+    """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
+    experts, ranks = shape.num_experts, dp // dp_replicate
+    both = divisors(math.gcd(experts, ranks))
+    offers = instead("layout.ep", [d for d in both if d <= ep][:MOST_OFFERS])
+    if experts % ep:
+        what = f"{counted(experts, 'expert')} of a layer"
+        yield finding(
+            "HF121", "layout.ep", f"{ep} does not divide the {what}", "model", offers=offers
+        )
+    elif dp % dp_replicate == 0 and ranks % ep:
+        what = f"dp {dp}" if dp_replicate == 1 else f"dp/dp_replicate {dp} / {dp_replicate}"
+        yield finding(
+            "HF124",
+            "layout.ep",
+            f"{ep} does not divide {what}",
+            "layout.dp",
+            "layout.dp_replicate",
+            "layout.tp",
+            "layout.cp",
+            "layout.pp",
+            "cluster.nodes",
+            "cluster.gpus_per_node",
+            offers=offers,
+        )
+
+
+def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:
+    """Return a finding unless `dp_replicate` divides dp."""
+    if dp % dp_replicate == 0:
+        return None
+    return finding(
+        "HF114",
+        "layout.dp_replicate",
+        f"{dp_replicate} does not divide dp {dp}",
+        "layout.dp",
+        "layout.tp",
+        "layout.cp",
+        "layout.pp",
+        "cluster.nodes",
+        "cluster.gpus_per_node",
+        offers=instead(
+            "layout.dp_replicate", [d for d in divisors(dp) if d <= dp_replicate][:MOST_OFFERS]
+        ),
+    )

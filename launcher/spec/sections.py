@@ -1,0 +1,282 @@
+"""The sections of a job file: what every key may be, and what it means. Pure.
+
+Defaults are those of the dataclasses of elastic_trainer/plan/config.py, which the sections become.
+
+Types of single values are in `values.py`; what several values must satisfy
+together is in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from elastic_trainer.plan.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    NetworkSection,
+    NumbersSection,
+    OptimizerConfig,
+    TrainSection,
+    ValidationSection,
+)
+from elastic_trainer.plan.layout import AXES
+from elastic_trainer.plan.models import FAMILIES, ModelShape, Plugin
+from elastic_trainer.plan.models.mistral import Mistral
+from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models.qwen3 import Qwen3
+from launcher.spec.values import (
+    Above,
+    Becomes,
+    Beta,
+    Cidr,
+    CopyInterfaces,
+    Count,
+    Degree,
+    DpDegree,
+    FailureDomain,
+    Family,
+    Interface,
+    NotNegative,
+    Order,
+    Pattern,
+    Plain,
+    PluginPath,
+    Ports,
+    Positive,
+    Ratio,
+    Schedule,
+    Seconds,
+    Section,
+    Sizes,
+    Steps,
+    Straggler,
+    Text,
+    Texts,
+    optional_section,
+    setting_of,
+)
+
+_shape, _plugin = setting_of(ModelShape), setting_of(Plugin)
+_optimizer = setting_of(OptimizerConfig)
+_train = setting_of(TrainSection)
+_data = setting_of(DataSection)
+_validation = setting_of(ValidationSection)
+_checkpoint = setting_of(CheckpointSection)
+_elastic = setting_of(ElasticSection)
+_network = setting_of(NetworkSection)
+_numbers = setting_of(NumbersSection)
+
+StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
+STOP_SIGNALS = get_args(StopSignal)
+SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
+
+
+class ModelDimensions(Section):
+    """A model by its dimensions; docs/models.md has the families, and how to bring your own."""
+
+    family: Family = Field(
+        ModelShape.family, description=f"What the dimensions are of: {', '.join(FAMILIES)}."
+    )
+    plugin: PluginPath | None = Field(None, description=_plugin("plugin").description)
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = _shape("num_layers")
+    dim: Count = _shape("dim")
+    num_heads: Count = _shape("num_heads")
+    num_kv_heads: Count | None = Field(None, description="KV heads; null: as many as num_heads.")
+    ffn_dim: Count = _shape("ffn_dim")
+    vocab_size: Count = _shape("vocab_size")
+    head_dim: Count | None = Field(None, description="Size of a head; null: dim / num_heads.")
+    norm_eps: Positive = _shape("norm_eps")
+    rope_theta: Positive = _shape("rope_theta")
+    rope_scaling_factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = _shape(
+        "rope_scaling_factor"
+    )
+    rope_low_freq_factor: Positive = _shape("rope_low_freq_factor")
+    rope_high_freq_factor: Positive = _shape("rope_high_freq_factor")
+    rope_original_context: Count = _shape("rope_original_context")
+    tie_embeddings: bool = _shape("tie_embeddings")
+    attention_bias: bool = setting_of(Qwen3)("attention_bias")
+    sliding_window: Count | None = setting_of(Mistral)("sliding_window")
+    num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(Mixtral)("num_experts")
+    experts_per_token: Count = setting_of(Mixtral)("experts_per_token")
+    params: Annotated[int, Field(ge=1, le=10**15)] | None = _plugin("params")
+    options: dict[Text, Plain] = Field(
+        default_factory=dict, description=_plugin("options").description
+    )
+
+
+class Layout(Section):
+    """Degrees of the four axes; their product is the number of GPUs."""
+
+    tp: Degree = Field(1, description="Tensor-parallel degree.")
+    cp: Degree = Field(1, description="Context-parallel degree.")
+    pp: Degree = Field(1, description="Pipeline stages.")
+    dp: DpDegree = Field(
+        "auto", description="Data-parallel degree; auto: all GPUs that the others leave."
+    )
+    dp_replicate: Degree = Field(
+        1, description="Copies of the parameters (HSDP); each is sharded over dp/dp_replicate."
+    )
+    ep: Degree = Field(
+        1, description="Ranks of dp/dp_replicate that split a layer's experts among them."
+    )
+    order: Order = Field(
+        AXES, description="Axes, innermost first: neighbours along the first have next ranks."
+    )
+    schedule: Schedule = Field("1f1b", description="Pipeline schedule: 1f1b or interleaved.")
+    interleave: Degree = Field(1, description="Stages per rank of the interleaved schedule.")
+    allow_tp_across_nodes: bool = Field(
+        False, description="Allow tensor parallelism beyond one node (slow)."
+    )
+
+
+class Cluster(Section):
+    """The machines a job asks for."""
+
+    nodes: Annotated[int, Field(ge=1, le=10**5)] = Field(description="Nodes that train.")
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
+        8, description="Workers per node: one for each GPU (or CPU process)."
+    )
+    gpu: Text = Field(
+        description="GPU name, or cpu for the emulated cluster; with a `command` any name will do."
+    )
+    spares: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        0, description="Nodes asked for on top of `nodes`, which wait for others to fail."
+    )
+    memory_gib: Positive | None = Field(
+        None, description="Main memory of a node; null: not known, so not counted by check."
+    )
+    fleet: Text | None = Field(
+        None,
+        description="The fleet's ledger: a folder, or kubernetes://NAMESPACE/NAME of a ConfigMap; "
+        "null: `fleet` beside the run directory, or on Kubernetes, where the launcher does not see "
+        "the claim, kubernetes://NAMESPACE/holdfast-fleet.",
+    )
+
+
+class Optimizer(Section):
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: Positive = _optimizer("lr")
+    warmup_steps: Steps = _optimizer("warmup_steps")
+    min_lr_ratio: Ratio = _optimizer("min_lr_ratio")
+    weight_decay: NotNegative = _optimizer("weight_decay")
+    beta1: Beta = _optimizer("beta1")
+    beta2: Beta = _optimizer("beta2")
+    eps: Positive = _optimizer("eps")
+    clip_norm: NotNegative = _optimizer("clip_norm")
+
+
+class Train(Section):
+    """What is trained. Batches count sequences."""
+
+    seq_len: Count = _train("seq_len")
+    global_batch: Count = _train("global_batch")
+    micro_batch: Count = _train("micro_batch")
+    steps: Annotated[int, Field(ge=1, le=10**12)] = _train("steps")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _train("seed")
+    precision: Literal["bf16", "fp32"] = _train("precision")
+    float8: bool = _train("float8")
+    recompute: Literal["none", "selective", "full"] = _train("recompute")
+    compile: bool = _train("compile")
+    no_sync: bool | None = _train("no_sync")
+    deterministic: bool = _train("deterministic")
+    optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
+
+
+class Data(Section):
+    """Where the tokens come from."""
+
+    path: Text = _data("path")
+    format: Literal["text", "nanogpt", "megatron", "sft"] = _data("format")
+    tokenizer: Text = _data("tokenizer")
+    cut_long: bool = _data("cut_long")
+
+
+class Validation(Section):
+    """The loss on data that is not trained on."""
+
+    path: Text = _validation("path")
+    every_steps: Count = _validation("every_steps")
+    batches: Count | None = _validation("batches")
+
+
+class Checkpoint(Section):
+    """Checkpoints on storage, snapshots in memory."""
+
+    dir: Text | None = Field(
+        None, description="Folder, relative to the job file's; null: RUN/checkpoints."
+    )
+    every_s: Seconds | None = _checkpoint("every_s")
+    every_steps: Count | None = _checkpoint("every_steps")
+    keep: Count = _checkpoint("keep")
+    keep_every_steps: Count | None = _checkpoint("keep_every_steps")
+    memory_every_steps: Annotated[int, Field(ge=0, le=10**9)] = _checkpoint("memory_every_steps")
+
+
+class Elastic(Section):
+    """How the job lives with failures."""
+
+    min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = _elastic("min_nodes")
+    sizes: Sizes | None = _elastic("sizes")
+    max_restarts: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_restarts")
+    max_crashes: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_crashes")
+    max_hangs: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_hangs")
+    no_progress: Count = _elastic("no_progress")
+    window_s: Seconds = _elastic("window_s")
+    node_failures: Count = _elastic("node_failures")
+    hang_ceiling_s: Seconds = _elastic("hang_ceiling_s")
+    hang_floor_s: Seconds | None = _elastic("hang_floor_s")
+    straggler: Straggler = _elastic("straggler")
+    start_ceiling_s: Seconds = _elastic("start_ceiling_s")
+    join_timeout_s: Seconds = _elastic("join_timeout_s")
+    heartbeat_s: Seconds = _elastic("heartbeat_s")
+    dead_after_s: Seconds = _elastic("dead_after_s")
+    progress_pattern: Pattern | None = _elastic("progress_pattern")
+    preload: Annotated[str, Field(pattern=r"^[\w.]+(,[\w.]+)*$")] | None = _elastic("preload")
+    from_scratch: bool = _elastic("from_scratch")
+    stop_grace_s: Seconds = _elastic("stop_grace_s")
+    stop_signal: StopSignal = _elastic("stop_signal")
+    standby: bool = _elastic("standby")
+    failure_domain: FailureDomain | None = _elastic("failure_domain")
+
+
+class Code(Section):
+    """The code that is frozen at submission."""
+
+    dir: Text = Field(".", description="Folder, relative to the job file's.")
+    exclude: Texts = Field((), description="Names or patterns left out, as data or *.ckpt.")
+    include: Texts = Field(
+        (),
+        description="Patterns of files that are frozen although git ignores them, as *.so; and "
+        "names of files that would be left out as keys or passwords, as .env.",
+    )
+    max_mib: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        256, description="Most that is frozen, in MiB; what is more is refused."
+    )
+
+
+class Network(Section):
+    """Which addresses and ports agents and workers use."""
+
+    interface: Interface = _network("interface")
+    cidr: Cidr | None = _network("cidr")
+    ports: Ports | None = _network("ports")
+    copy_interfaces: CopyInterfaces = _network("copy_interfaces")
+    metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = _network("metrics_port")
+
+
+class Numbers(Section):
+    """What follows from wrong numbers."""
+
+    non_finite: Literal["skip", "rollback", "stop"] = _numbers("non_finite")
+    loss_spike: SpikeAction = _numbers("loss_spike")
+    grad_spike: SpikeAction = _numbers("grad_spike")
+    loss_ratio: Above = _numbers("loss_ratio")
+    grad_ratio: Above = _numbers("grad_ratio")
+    window: Annotated[int, Field(ge=8, le=256)] = _numbers("window")
+    rollback_steps: Count = _numbers("rollback_steps")
+    max_skips: Steps = _numbers("max_skips")
+    replica_check_steps: Count | None = _numbers("replica_check_steps")

@@ -1,0 +1,286 @@
+"""JobSpec: one job, every section of it, and what follows from them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
+from pydantic.fields import FieldInfo
+
+from elastic_trainer.plan import config
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape, Plugin
+from launcher.spec import sections, values
+from launcher.spec.env import Env
+from launcher.spec.errors import Offer, Problem
+from launcher.spec.hardware import device_memory_gib, tight_domain
+from launcher.spec.problems import MODEL_TAGS
+from launcher.spec.rules import Facts
+from launcher.spec.source import Source
+
+if TYPE_CHECKING:
+    from launcher.spec.kubernetes import Kubernetes
+    from launcher.spec.slurm import Slurm
+
+Model = Annotated[
+    Annotated[values.Text, Tag(MODEL_TAGS[0])]
+    | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
+    Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]),
+]
+
+
+class JobSpec(values.Section):
+    """One job: what a user wrote, checked and complete with defaults."""
+
+    name: values.JobName = Field(description="Name of the job, and of its runs.")
+    model: Model = Field(
+        description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
+    )
+    layout: sections.Layout = values.optional_section("Parallelism.")
+    cluster: sections.Cluster = Field(description="The machines.")
+    train: Annotated[config.TrainSection, values.Becomes(sections.Train)] = Field(
+        description="What is trained."
+    )
+    data: Annotated[config.DataSection, values.Becomes(sections.Data)] = Field(
+        description="Where the tokens come from."
+    )
+    validation: Annotated[config.ValidationSection, values.Becomes(sections.Validation)] | None = (
+        Field(None, description="Data that is not trained on; null: none.")
+    )
+    checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
+    elastic: Annotated[config.ElasticSection, values.Becomes(sections.Elastic)] = (
+        values.optional_section("How the job lives with failures.")
+    )
+    numbers: Annotated[config.NumbersSection, values.Becomes(sections.Numbers)] = (
+        values.optional_section("What follows from wrong numbers.")
+    )
+    code: sections.Code = values.optional_section("The code frozen.")
+    env: Env = values.optional_section("What workers run in.")
+    network: Annotated[config.NetworkSection, values.Becomes(sections.Network)] = (
+        values.optional_section("Addresses and ports.")
+    )
+    command: values.Command = Field(
+        None, description="A torchrun script with arguments, instead of the built-in trainer."
+    )
+    command_values: dict[values.ValueName, values.ValueText] = Field(
+        default_factory=dict,
+        alias="values",
+        description="What {name} in the command becomes, as {lr: 3e-4}.",
+    )
+    track: values.Trackers = Field(
+        (), description="Experiment trackers that `holdfast track` writes to: docs/metrics.md."
+    )
+    slurm_section: Annotated[Any, values.PlatformSection("launcher.spec.slurm", "Slurm")] = Field(
+        None, alias="slurm", description="sbatch's options."
+    )
+    kubernetes_section: Annotated[
+        Any, values.PlatformSection("launcher.spec.kubernetes", "Kubernetes")
+    ] = Field(None, alias="kubernetes", description="Where and how pods run.")
+
+    _source: Source = PrivateAttr()
+    _text: str = PrivateAttr(default="")
+    _set_texts: tuple[str, ...] = PrivateAttr(default=())
+    _folder: Path = PrivateAttr(default=Path())
+    _shape: ModelShape = PrivateAttr()
+    _warnings: tuple[Problem, ...] = PrivateAttr(default=())
+
+    def remember(
+        self,
+        source: Source,
+        text: str,
+        sets: Sequence[str],
+    ) -> None:
+        """Keep what this was read from; `reading.py` does so for every spec."""
+        self._source, self._text, self._set_texts = source, text, tuple(sets)
+
+    def lie_in(self, folder: Path) -> None:
+        """Keep the folder that relative paths are relative to, absolute."""
+        self._folder = folder
+
+    def complete(self, shape: ModelShape) -> None:
+        """Keep the dimensions of the model, which may stand in a file of their own."""
+        self._shape = shape
+
+    def warn(self, found: Sequence[Problem]) -> None:
+        """Keep what is legal but may not be meant."""
+        self._warnings = tuple(problem for problem in found if problem.is_warning)
+
+    @cached_property
+    def slurm(self) -> Slurm:
+        """Sbatch's options: defaults where the job file has none."""
+        from launcher.spec.slurm import Slurm
+
+        return Slurm() if self.slurm_section is None else self.slurm_section
+
+    @cached_property
+    def kubernetes(self) -> Kubernetes:
+        """Where and how pods run: defaults where the job file does not say."""
+        from launcher.spec.kubernetes import Kubernetes
+
+        return Kubernetes() if self.kubernetes_section is None else self.kubernetes_section
+
+    @property
+    def source(self) -> Source:
+        """The values as written, with their lines."""
+        return self._source
+
+    @property
+    def text(self) -> str:
+        """The YAML as written, before any --set."""
+        return self._text
+
+    @property
+    def folder(self) -> Path:
+        """What relative paths are relative to; relative itself where the job is of no file."""
+        return self._folder
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The overrides applied, in order."""
+        return self._set_texts
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is legal but may not be meant."""
+        return self._warnings
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's dimensions, wherever they came from."""
+        return self._shape
+
+    @property
+    def model_name(self) -> str:
+        """The preset or path, or the plug-in; `the model` when given by its dimensions alone."""
+        return self.model if isinstance(self.model, str) else self.model.plugin or "the model"
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether workers run or import what is in `code.dir`."""
+        return self.command is not None or isinstance(self.shape, Plugin)
+
+    @property
+    def device(self) -> str:
+        """`cpu` for the emulated cluster, else `cuda`."""
+        return "cpu" if self.cluster.gpu == "cpu" else "cuda"
+
+    @property
+    def data_paths(self) -> dict[str, str]:
+        """What the built-in trainer reads of data, as written, by key."""
+        paths = {"data.path": self.data.path}
+        if self.validation is not None:
+            paths["validation.path"] = self.validation.path
+        if self.data.tokenizer != "bytes":
+            paths["data.tokenizer"] = self.data.tokenizer
+        return paths
+
+    @property
+    def facts(self) -> Facts:
+        """What the layout rules need to know."""
+        return Facts(
+            model_name=self.model_name,
+            shape=self.shape,
+            nodes=self.cluster.nodes,
+            gpus_per_node=self.cluster.gpus_per_node,
+            domain=tight_domain(self.cluster.gpu, self.cluster.gpus_per_node),
+            seq_len=self.train.seq_len,
+            global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+            schedule=self.layout.schedule,
+            interleave=self.layout.interleave,
+            allow_tp_across_nodes=self.layout.allow_tp_across_nodes,
+            auto_dp=self.layout.dp == "auto",
+            precision=self.train.precision,
+            float8=self.train.float8 and self.command is None,
+            recompute=self.train.recompute,
+            packed=self.data.packed,
+            no_sync=self.train.no_sync,
+            memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
+        )
+
+    @property
+    def dp(self) -> int:
+        """The data-parallel degree on all nodes; of `dp: auto` as many whole replicas as fit.
+
+        0 where not one does, which is a problem of the job file (HF116).
+        """
+        want = self.layout
+        if want.dp != "auto":
+            return want.dp
+        return self.facts.num_gpus // (want.tp * want.cp * want.pp)
+
+    @property
+    def full_layout(self) -> ParallelLayout:
+        """The layout on all nodes, with `dp: auto` solved."""
+        want = self.layout
+        return ParallelLayout(
+            dp=self.dp,
+            tp=want.tp,
+            pp=want.pp,
+            cp=want.cp,
+            dp_replicate=want.dp_replicate,
+            ep=want.ep,
+            order=want.order,
+        )
+
+    @property
+    def min_nodes(self) -> int:
+        """Fewest nodes to train on; by default those of one dp replica, of a command all.
+
+        For a script's batch is usually so much a rank: on fewer nodes it would train otherwise.
+        """
+        if self.elastic.min_nodes is not None:
+            return self.elastic.min_nodes
+        if self.elastic.sizes:
+            return min(self.elastic.sizes)
+        if self.command is not None:
+            return self.cluster.nodes
+        replica = self.layout.tp * self.layout.cp * self.layout.pp
+        return min(self.cluster.nodes, -(-replica // self.cluster.gpus_per_node))
+
+    def problem(self, code: str, key: str, message: str, *offers: Offer) -> Problem:
+        """Return a Problem at the line where `key` (as `data.path`) was written."""
+        found = Problem(code, self._source.where_key(key), message)
+        return found.offering(offers) if offers else found
+
+
+OPTIONAL: Final = frozenset({
+    "layout", "checkpoint", "elastic", "numbers", "code", "env", "network", "slurm", "kubernetes",
+    "train", "data", "cluster", "model",
+})  # fmt: skip
+"""Sections: one without content is one with its defaults."""
+
+
+def all_sections() -> dict[str, type[BaseModel]]:
+    """Return dotted path -> model of every section."""
+    from launcher.spec.kubernetes import Kubernetes, Security, Topology
+    from launcher.spec.slurm import Slurm
+
+    return {
+        "": JobSpec,
+        "model": sections.ModelDimensions,
+        "layout": sections.Layout,
+        "cluster": sections.Cluster,
+        "train": sections.Train,
+        "train.optimizer": sections.Optimizer,
+        "data": sections.Data,
+        "validation": sections.Validation,
+        "checkpoint": sections.Checkpoint,
+        "elastic": sections.Elastic,
+        "numbers": sections.Numbers,
+        "code": sections.Code,
+        "env": Env,
+        "network": sections.Network,
+        "slurm": Slurm,
+        "kubernetes": Kubernetes,
+        "kubernetes.security": Security,
+        "kubernetes.topology": Topology,
+    }
+
+
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return key -> field of a section, as job files have them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}

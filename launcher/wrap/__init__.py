@@ -1,0 +1,1 @@
+"""Other people's scripts and manifests."""

@@ -1,0 +1,177 @@
+"""How a wrapped batch script ends: what it asks sbatch for, and what that leaves for a save. Pure.
+
+Slurm signals either the processes of the steps, as `--signal=USR1@600` does, or with B: the batch
+script alone. Ours is the batch script, which hands it on: so the signal that the user named goes to
+the workers where it had no B:, and stays the batch script's where it had one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from launcher.plan.clock import LATE_SIGNAL_S, MAX_LEAD_S, REQUEUE_S, limit_seconds
+from launcher.spec.errors import UserError
+from launcher.spec.sections import STOP_SIGNALS
+
+LEAD_S: Final = 180
+"""From the signal to the time limit, where the user asks for less."""
+AROUND_SHUTDOWN_S: Final = int(LATE_SIGNAL_S + REQUEUE_S)
+"""Of the lead: for a signal that comes late, and for the requeue."""
+KILL_S: Final = 10
+"""For an agent to end once it has killed its workers."""
+OURS: Final = "USR2"
+"""The batch script's signal; `holdfast cancel --save` sends it too."""
+_SIGNAL: Final = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<lead>\d{1,5}))?")
+_SBATCH_LEAD_S: Final = 60
+"""Of a --signal without a time (man sbatch)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a wrapped job ends at its time limit, and how long that takes."""
+
+    lead_s: int = LEAD_S
+    """From the signal to the limit."""
+    workers: str = "TERM"
+    """Signal that workers get, without SIG."""
+    batch: str = OURS
+    """Signal that Slurm sends the batch script."""
+    requeue: bool = True
+    """Whether the job is put back into the queue to continue."""
+    notes: tuple[str, ...] = ()
+    """What of the user's is not kept, a line each."""
+
+    def grace_s(self, wish_s: float | None) -> float:
+        """Return the time from the workers' signal to SIGKILL.
+
+        Args:
+            wish_s: torchrun's --shutdown-timeout; None: it has none.
+        """
+        return grace_within(float(self.lead_s - AROUND_SHUTDOWN_S - KILL_S), wish_s)
+
+    def said(self, wish_s: float | None) -> list[str]:
+        """Return what becomes of the user's signal and times, a line each; see `grace_s`."""
+        grace = f"have {self.grace_s(wish_s):g} s to save"
+        said = [f"{self.lead_s} s before the time limit workers get SIG{self.workers} and {grace}"]
+        if self.batch != OURS:
+            said.append(
+                f"the script gets SIG{self.batch} then; its own trap runs after the workers' end"
+            )
+        if not self.requeue:
+            said.append("--no-requeue stays: after the time limit, or with too few nodes, it ends")
+        return [*said, *self.notes]
+
+    def of_sbatch(self) -> list[str]:
+        """Return the options of #SBATCH that the job needs."""
+        requeue = "requeue" if self.requeue else "no-requeue"
+        signal_ = f"signal=B:{self.batch}@{self.lead_s}"
+        return [f"#SBATCH --{name}" for name in ("no-kill", requeue, "open-mode=append", signal_)]
+
+    def of_batch(self) -> list[str]:
+        """Return the options of `holdfast batch` that tell it so, none where all is as usual."""
+        if self.batch != OURS:
+            asked = f"B:{self.batch}@{self.lead_s}"
+        else:
+            asked = f"{self.workers}@{self.lead_s}"
+        signal_ = [] if asked == f"TERM@{LEAD_S}" else [f"--signal={asked}"]
+        return [*signal_, *([] if self.requeue else ["--no-requeue"])]
+
+
+USUAL_ENDING: Final = Ending()
+
+
+def grace_within(most_s: float, wish_s: float | None) -> float:
+    """Return the seconds from the workers' signal to SIGKILL.
+
+    Args:
+        most_s: what the platform leaves for them.
+        wish_s: torchrun's --shutdown-timeout; None: it has none.
+    """
+    return most_s if wish_s is None else min(max(wish_s, 1.0), most_s)
+
+
+def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
+    """Return how a batch script is to end.
+
+    Args:
+        lines: its first ones, with all of its #SBATCH.
+        shutdown_timeout_s: torchrun's, as far as the text says.
+
+    Raises:
+        UserError: HF160, the time limit is too short.
+    """
+    wanted, time, requeue = "", "", True
+    for name, value in _options(lines):
+        match name:
+            case "signal":
+                wanted = value
+            case "time":
+                time = value
+            case "requeue" | "no-requeue":
+                requeue = name == "requeue"
+    found = signalled(wanted, requeue=requeue)
+    needed_s = min((shutdown_timeout_s or 0) + AROUND_SHUTDOWN_S + KILL_S, MAX_LEAD_S)
+    found = replace(found, lead_s=max(found.lead_s, math.ceil(needed_s)))
+    limit_s = limit_seconds(time)
+    if limit_s is not None and found.lead_s >= limit_s:
+        message = (
+            f"--time={time} is {limit_s} s, but {found.lead_s} s before its end the job must save "
+            f"already: ask for --time={found.lead_s // 60 + 2} or more"
+        )
+        raise UserError("HF160", message)
+    return found
+
+
+def signalled(value: str, *, requeue: bool) -> Ending:
+    """Return how a job ends that has this --signal; empty: none.
+
+    Args:
+        value: [[R][B]:]SIGNAL[@SECONDS], as sbatch takes it.
+        requeue: whether it may be requeued.
+    """
+    if not (parts := _SIGNAL.fullmatch(value)):
+        notes = (f"--signal={value} cannot be read, and is not used",) if value else ()
+        return Ending(requeue=requeue, notes=notes)
+    notes, flags = (), parts["flags"] or ""
+    if "R" in flags:
+        notes = ("R: of --signal is dropped: a reservation's end is not announced",)
+    lead_s = max(LEAD_S, int(parts["lead"] or _SBATCH_LEAD_S))
+    name = _name(parts["name"])
+    if name not in STOP_SIGNALS:
+        notes = (*notes, f"--signal={value}: workers get SIGTERM, not {parts['name']}")
+        return Ending(lead_s=lead_s, requeue=requeue, notes=notes)
+    if "B" in flags:
+        return Ending(lead_s=lead_s, batch=name, requeue=requeue, notes=notes)
+    return Ending(lead_s=lead_s, workers=name, requeue=requeue, notes=notes)
+
+
+def _name(text: str) -> str:
+    if text.isdecimal():
+        known = int(text) in [each.value for each in signal.Signals]
+        text = signal.Signals(int(text)).name if known else text
+    return text.upper().removeprefix("SIG")
+
+
+def _options(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the long options of #SBATCH lines, and -t, with their values."""
+    for line in lines:
+        if not line.startswith("#SBATCH"):
+            continue
+        try:
+            left = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError:
+            continue  # sbatch has words of its own for it
+        while left:
+            word = left.pop(0)
+            name, equals, value = word.partition("=")
+            if word[:2] == "-t":
+                name, value, equals = "--time", word[2:], word[2:]
+            takes = name in ("--signal", "--time") and not equals and left
+            if name.startswith("--"):
+                yield name[2:], left.pop(0) if takes else value
