@@ -22,7 +22,7 @@ from common import OUT, machine, median, say, table, write_out
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.image import PAGE, Header, Image, encode_index, place
-from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
 from elastic_trainer.state.snapshots.wire import Authenticate
 from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
 
@@ -60,7 +60,7 @@ def one(mib: int, repeats: int) -> dict[str, float]:
     keeper = FORK.Process(target=keep, args=(root / "kept", theirs), daemon=True)
     keeper.start()
     try:
-        peer = Peer(node="b", address="127.0.0.1", port=pipe.recv())
+        peer = KeeperAddress(node="b", address="127.0.0.1", port=pipe.recv())
         with PeerLink(peer, prove(server=False)) as link:
             image, header = _image(root / "own", mib << 20)
             there, here = psutil.Process(keeper.pid), psutil.Process()

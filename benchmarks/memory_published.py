@@ -31,7 +31,7 @@ from common import table
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from launcher.spec.hardware import device_memory_gib
-from launcher.spec.memory import FRAGMENTATION, GIB, HOLDFAST, Stack, Work, fullest_rank
+from launcher.spec.memory import FRAGMENTATION, GIB, HOLDFAST, StackTraits, Workload, fullest_rank
 
 Row = Mapping[str, str]
 
@@ -46,7 +46,7 @@ class Ungated(ModelShape):
 
 
 class Wasted(NamedTuple):
-    """`Stack.fragmentation`, by age."""
+    """`StackTraits.fragmentation`, by age."""
 
     old: float
     """Before expandable segments, which came with torch 2.1 in 2023."""
@@ -93,7 +93,7 @@ def judge(rows: list[Row], wasted: Wasted = SHIPPED) -> Iterator[Judged]:
             continue
         layout = ParallelLayout(**{axis: int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp")})
         batch = int(row["global_batch_seqs"] or 0) or 10**6
-        work = Work(
+        work = Workload(
             shape=shape_of(row),
             seq_len=int(row["seq"]),
             micro_batch=int(row["micro_batch"] or 1),
@@ -153,7 +153,7 @@ EAGER_NORM: Final = 6
 """LLaMA's RMSNorm in transformers: its input in fp32, and the normalised values."""
 
 
-def stack_of(row: Row, wasted: Wasted = SHIPPED) -> Stack:
+def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
     """Return what the row's software keeps, by what its columns say of it.
 
     Where a source leaves something open it is what the software's code does by default.
@@ -203,7 +203,7 @@ def is_old(row: Row) -> bool:
     return not any(name in source for name in ("simumax", "nvidia", "stas", "megatron_moe"))
 
 
-def _of_fsdp(stack: Stack, precision: str, note: str) -> Stack:
+def _of_fsdp(stack: StackTraits, precision: str, note: str) -> StackTraits:
     if precision == "bf16-pure":
         stack = replace(stack, weights=2, gradients=2, optimizer=4)
     if "mpt" in note:  # its fused cross-entropy writes the gradient over the logits
@@ -213,7 +213,7 @@ def _of_fsdp(stack: Stack, precision: str, note: str) -> Stack:
     return replace(stack, selective="alternate")
 
 
-def _of_zero(stack: Stack, precision: str, note: str, source: str) -> Stack:
+def _of_zero(stack: StackTraits, precision: str, note: str, source: str) -> StackTraits:
     if "nvidia" in source:  # Megatron's fused SwiGLU, as its recipes have it
         stack = replace(stack, mlp_values=3, logit_bytes=6, fp8_inputs="fp" in precision)
     if "internevo" in source:

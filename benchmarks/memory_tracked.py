@@ -53,7 +53,7 @@ from elastic_trainer.plan.models import PRESETS
 from elastic_trainer.train import engine
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
-from launcher.spec.memory import GIB, Work, rank_bytes
+from launcher.spec.memory import GIB, Workload, rank_bytes
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -112,7 +112,7 @@ class Case:
 
     def predicted_bytes(self) -> int:
         """Return what the launcher predicts of what torch allocates."""
-        work = Work(
+        work = Workload(
             shape=replace(PRESETS[self.model], num_layers=self.layers),
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,

@@ -38,7 +38,7 @@ from snapshot_training import middle, training, write_job
 from state_world import State, keepers, prove, render, timed, world
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.state import live_tensors
 from elastic_trainer.worker.secret import KEY_BYTES
 
@@ -75,7 +75,7 @@ def one_size(mib: int, repeats: int) -> dict[str, float]:
     root = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
     try:
         with keepers(root, 2) as (peers, pids):
-            place = Place(
+            place = KeeperPlace(
                 directory=root / "node0",
                 node="node0",
                 local_rank=0,

@@ -30,9 +30,9 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.saver import CheckpointPolicy
-from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress
 from elastic_trainer.state.state import create_optimizer_state
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
@@ -71,7 +71,7 @@ def _keep(directory: Path, pipe: Connection, tie: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def keepers(root: Path, num_nodes: int) -> Iterator[tuple[list[Peer], list[int]]]:
+def keepers(root: Path, num_nodes: int) -> Iterator[tuple[list[KeeperAddress], list[int]]]:
     """Run a keeper for each node, with `root`/NODE as its memory; yield peers and process ids."""
     peers, processes, pipes = [], [], []
     for node in range(num_nodes):
@@ -83,7 +83,7 @@ def keepers(root: Path, num_nodes: int) -> Iterator[tuple[list[Peer], list[int]]
         )
         process.start()
         theirs.close()
-        peers.append(Peer(node=f"node{node}", address="127.0.0.1", port=pipe.recv()))
+        peers.append(KeeperAddress(node=f"node{node}", address="127.0.0.1", port=pipe.recv()))
         processes.append(process)
         pipes.append(pipe)
     try:
@@ -203,9 +203,9 @@ class State:
         """Return the size of this rank's part."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def memory(self, root: Path, nodes: list[Peer]) -> MemoryTier:
+    def memory(self, root: Path, nodes: list[KeeperAddress]) -> MemoryTier:
         """Return the memory tier of this rank, whose node is `nodes[rank]`."""
-        place = Place(
+        place = KeeperPlace(
             directory=root / nodes[self.rank].node,
             node=nodes[self.rank].node,
             local_rank=0,

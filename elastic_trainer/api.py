@@ -60,7 +60,7 @@ def progress(step: int) -> None:
         counter.report(step)
 
 
-_last: Run | None = None
+_last: WorkerRun | None = None
 """The training that this process has begun last."""
 
 
@@ -71,12 +71,12 @@ def start(
     every_steps: int | None = None,
     keep: int | None = None,
     memory_every_steps: int | None = None,
-) -> Run:
+) -> WorkerRun:
     """Return this worker's part in the job; call it once for each training, on every rank.
 
     A script may train several times, one after the other. After a restart it begins the same
     trainings in the same order: `restore` of one that is finished loads its last state, and
-    `Run.finished` is True.
+    `WorkerRun.finished` is True.
 
     SIGTERM and SIGINT mean nothing to the process from here on: the agent gets them too, and
     `completed` returns True at a step that all ranks agree on.
@@ -97,11 +97,11 @@ def start(
     given = {"every_s": every_s, "every_steps": every_steps, "keep": keep}
     given["memory_every_steps"] = memory_every_steps
     options = {key: value for key, value in given.items() if value is not None}
-    _last = Run(os.environ, options, name=name, before=_last)
+    _last = WorkerRun(os.environ, options, name=name, before=_last)
     return _last
 
 
-class Run:
+class WorkerRun:
     """This worker in this epoch of membership, in one training. Made by `start`."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Run:
         checkpoint: Mapping[str, Any],
         *,
         name: str | None = None,
-        before: Run | None = None,
+        before: WorkerRun | None = None,
     ) -> None:
         self._counter = step_counter()
         self.managed: bool = self._counter is not None and "HOLDFAST_RECORD_DIR" in env

@@ -30,7 +30,7 @@ from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout, layout_label
 from elastic_trainer.record.events import Event
 from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
-from launcher.local.job import AttemptResult, Prepared, execute, prepare_new
+from launcher.local.job import AttemptResult, PreparedRun, execute, prepare_new
 from launcher.local.run import Interrupts
 from launcher.record import timeline
 from launcher.record.status import TrainingStatus
@@ -186,7 +186,7 @@ def one_process(stage: Stage, source: AttemptResult, step: int) -> dict[int, flo
     FileBoard(run_dir / "board").set_state(state.encode(), None)
     interrupts = Interrupts()
     outcome = execute(
-        Prepared(run_dir=run_dir, rendered=config, narrowed=config, num_nodes=1, faults=()),
+        PreparedRun(run_dir=run_dir, rendered=config, narrowed=config, num_nodes=1, faults=()),
         interrupts=interrupts,
         view=UntilStep(step + NEAR_STEPS, interrupts),
     )

@@ -24,7 +24,7 @@ GLOBAL_BATCH = 48
 """Samples of a step, over all ranks: the same whatever the number of ranks."""
 
 
-def batch_of(step: int, run: api.Run) -> tuple[Tensor, Tensor]:
+def batch_of(step: int, run: api.WorkerRun) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the samples of `step`: a function, so nothing repeats."""
     generator = torch.Generator().manual_seed(step)
     source = torch.randn(GLOBAL_BATCH, 16, generator=generator)
@@ -32,7 +32,9 @@ def batch_of(step: int, run: api.Run) -> tuple[Tensor, Tensor]:
     return source[mine], source.sin().sum(dim=1, keepdim=True)[mine]
 
 
-def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int, run: api.Run) -> float:
+def train_step(
+    ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int, run: api.WorkerRun
+) -> float:
     """Run one step; return the loss over all ranks."""
     x, y = batch_of(step, run)
     # DistributedDataParallel takes the mean over ranks: so weigh by samples, not by ranks.

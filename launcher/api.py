@@ -34,7 +34,7 @@ from launcher.spec.spec import JobSpec
 if TYPE_CHECKING:
     from launcher.doctor.why import Why
     from launcher.platforms.base import Backend
-    from launcher.runs.runs import Run as Found
+    from launcher.runs.runs import StoredRun as Found
     from launcher.runs.submitting.cancelling import Cancelled
     from launcher.runs.submitting.resume import Restarted, Resumed
     from launcher.runs.watching.follow_logs import Line

@@ -60,7 +60,7 @@ class NodeMetrics:
         self._wall = wall
         self._status: NodeStatus | None = None
         self._progress_unix = self._committed_unix = 0.0
-        self._server: _Server | None = None
+        self._server: _MetricsServer | None = None
         self._lists: queue.SimpleQueue[tuple[int, Sequence[Member]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="holdfast-targets", daemon=True)
 
@@ -86,7 +86,7 @@ class NodeMetrics:
         """
         self._writer.start()
         try:
-            self._server = _Server(address, self.port)
+            self._server = _MetricsServer(address, self.port)
         except OSError as error:
             where = f"{address}:{self.port}"
             sys.stderr.write(
@@ -109,7 +109,7 @@ class NodeMetrics:
 
     # -- on threads of their own ------------------------------------------------------------
 
-    def _serve(self, server: _Server) -> None:
+    def _serve(self, server: _MetricsServer) -> None:
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import make_wsgi_app
 
@@ -169,7 +169,7 @@ class NodeMetrics:
         yield faults
 
 
-class _Server(WSGIServer):
+class _MetricsServer(WSGIServer):
     """One reader at a time: many, or slow ones, cost their own answers and nothing else."""
 
     def __init__(self, address: str, port: int) -> None:

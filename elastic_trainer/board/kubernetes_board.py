@@ -74,7 +74,7 @@ class NotInPodError(FileNotFoundError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ApiReply:
     """What the API server said."""
 
     status: int
@@ -161,7 +161,7 @@ class ApiServer:
             url, token=token, authority=authority if authority.is_file() else None, **options
         )
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
         """Send one request and return the answer, whatever its status.
 
         A 401 is tried once more, with the token as it is then.
@@ -186,7 +186,7 @@ class ApiServer:
         with self._lock:
             self._hang_up()
 
-    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> ApiReply:
         payload = None if body is None else json.dumps(body).encode()
         headers = {"Accept": "application/json", "User-Agent": "holdfast-agent"}
         if payload is not None:
@@ -244,7 +244,7 @@ class ApiServer:
         return f"the API server at {self._host}:{self._port}"
 
 
-def _answer_of(response: http.client.HTTPResponse) -> Answer:
+def _answer_of(response: http.client.HTTPResponse) -> ApiReply:
     raw = response.read(MAX_ANSWER_BYTES + 1)
     if len(raw) > MAX_ANSWER_BYTES:
         raise http.client.HTTPException(f"an answer of over {MAX_ANSWER_BYTES} bytes")
@@ -253,7 +253,7 @@ def _answer_of(response: http.client.HTTPResponse) -> Answer:
         body = json.loads(raw)
     except ValueError:
         body = {}
-    return Answer(
+    return ApiReply(
         response.status,
         body if isinstance(body, dict) else {},
         float(wait) if wait.isdigit() else None,
@@ -280,7 +280,7 @@ class BoardDeniedError(PermissionError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Held:
     """The ConfigMap as the API server last gave it."""
 
     token: str
@@ -298,7 +298,7 @@ class _Seen:
 class Server(Protocol):
     """Whoever speaks to the API server: `ApiServer`, or the launcher's client."""
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
         """Send one request and return the answer, whatever its status."""
 
 
@@ -326,7 +326,7 @@ class KubernetesBoard:
         self._number, self._sleep = number, sleep
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._path = f"{self._folder}/{name}"
-        self._last: _Seen | None = None
+        self._last: _Held | None = None
 
     @property
     def name(self) -> str:
@@ -363,7 +363,7 @@ class KubernetesBoard:
             return None if current is None else (*current, False)
         return self._swap(state, base)
 
-    def _swap(self, state: bytes, base: _Seen | None) -> tuple[bytes, Token, bool] | None:
+    def _swap(self, state: bytes, base: _Held | None) -> tuple[bytes, Token, bool] | None:
         """Send the swap upon `base`; None there: the ConfigMap is made."""
         number = self._number()
         body = _body(state, self._namespace, self._name, number, base)
@@ -407,7 +407,7 @@ class KubernetesBoard:
         current = _content(newest)
         return None if current is None else (*current, False)
 
-    def _read(self) -> _Seen | None:
+    def _read(self) -> _Held | None:
         answer = self._server.request("GET", self._path)
         if answer.status == _NOT_FOUND:
             self._last = None
@@ -417,7 +417,7 @@ class KubernetesBoard:
         self._last = _parse(answer.body)
         return self._last
 
-    def _failed(self, method: str, answer: Answer) -> OSError:
+    def _failed(self, method: str, answer: ApiReply) -> OSError:
         """Return the error for an answer that is none of those expected; waits where asked to."""
         verb = {"GET": "get", "PUT": "update", "POST": "create"}[method]
         if answer.status in _DENIED:
@@ -438,11 +438,11 @@ class KubernetesBoard:
         return f"ConfigMap {self._name} in namespace {self._namespace}"
 
 
-def _content(seen: _Seen | None) -> tuple[bytes, Token] | None:
+def _content(seen: _Held | None) -> tuple[bytes, Token] | None:
     return None if seen is None or seen.state is None else (seen.state, seen.token)
 
 
-def _parse(body: dict[str, Any]) -> _Seen:
+def _parse(body: dict[str, Any]) -> _Held:
     """Read a ConfigMap.
 
     Raises:
@@ -461,11 +461,11 @@ def _parse(body: dict[str, Any]) -> _Seen:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = f"{json.dumps(body)[:80]} ({error})"
         raise OSError(errno.EIO, f"the API server's answer is no ConfigMap: {said}") from error
-    return _Seen(token, state, metadata)
+    return _Held(token, state, metadata)
 
 
 def _body(
-    state: bytes, namespace: str, name: str, number: str, base: _Seen | None
+    state: bytes, namespace: str, name: str, number: str, base: _Held | None
 ) -> dict[str, Any]:
     """Return the ConfigMap that a swap puts in place of `base`."""
     before = {} if base is None else base.metadata

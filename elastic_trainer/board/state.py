@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from elastic_trainer.plan.anomalies import Record
+from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.lineage import Lineage
 from elastic_trainer.record.typed import check_types, parse_json
 
@@ -132,7 +132,7 @@ class BoardState:
     finished: bool = False
     """The run has done its last step."""
     ended: Ended | None = None
-    numbers: Record = field(default_factory=Record)
+    numbers: AnomalyRecord = field(default_factory=AnomalyRecord)
     """Steps that are passed over, and states that are not to be used."""
     lineage: Lineage = field(default_factory=Lineage)
     """From which state each epoch began, of those that led to the newest."""
@@ -175,7 +175,7 @@ class BoardState:
                 commits=tuple(Commit(**commit) for commit in value["commits"]),
                 finished=value["finished"],
                 ended=Ended(**value["ended"]) if value["ended"] else None,
-                numbers=Record.from_dict(value.get("numbers", {})),
+                numbers=AnomalyRecord.from_dict(value.get("numbers", {})),
                 lineage=Lineage.from_list(value.get("lineage", [])),
                 trainings=tuple(map(_training, value.get("trainings", []))),
                 sizes=Sizes(**{key: tuple(v) for key, v in value.get("sizes", {}).items()}),

@@ -32,7 +32,7 @@ from elastic_trainer.integrations.steps import (
 )
 
 
-class HoldfastCallback(Callback):
+class LightningCallback(Callback):
     """Keeps the state of a Trainer after each step, and continues from it with the same samples.
 
     The batch over all ranks stays what it is with no node missing: with fewer ranks each
@@ -48,7 +48,7 @@ class HoldfastCallback(Callback):
 
     def __init__(self, *, seed: int = 0, **options: Any) -> None:
         self._seed, self._options = seed, options
-        self._run: api.Run | None = None
+        self._run: api.WorkerRun | None = None
         self._done = 0
         self._loss = 0.0
         """Of the step so far, on this rank."""
@@ -82,7 +82,7 @@ class HoldfastCallback(Callback):
         schedulers = {
             f"scheduler{i}": each.scheduler for i, each in enumerate(trainer.lr_scheduler_configs)
         }
-        progress = _Progress(trainer)
+        progress = _LoopProgress(trainer)
         found = run.restore(pl_module, trainer.optimizers, {**schedulers, "trainer": progress})
         self._done = trainer.global_step
         assert self._done == found or not found, (self._done, found)
@@ -145,7 +145,7 @@ class HoldfastCallback(Callback):
         return self._run.completed(step, loss=loss or None)
 
 
-class _Progress:
+class _LoopProgress:
     """What a Trainer's loops and callbacks know of its progress: a state dict."""
 
     def __init__(self, trainer: Trainer) -> None:

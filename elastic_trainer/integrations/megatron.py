@@ -27,7 +27,7 @@ from elastic_trainer import api
 from elastic_trainer.integrations.steps import seed_step
 
 
-class Steps:
+class RemainingSteps:
     """The steps that are left, from 0 or the first that is not kept; after each its state is.
 
     Where the job is asked to stop, the process ends with code 91 between two steps. Random

@@ -53,7 +53,7 @@ class _Hooks:
         self._log = trainer.metrics_processor.log
         if trainer.config.validator.enable:
             self._validate = trainer.validator.validate
-        self._run: api.Run | None = None
+        self._run: api.WorkerRun | None = None
         self._done = 0
         self._logged: tuple[int, float | None] = (0, None)
         """Newest step that was logged, and its loss."""

@@ -67,7 +67,7 @@ class HoldfastCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._run: api.Run | None = None
+        self._run: api.WorkerRun | None = None
         self._trainer: Trainer | None = None
         self._order: Any = None
         """The sampler, where its generator goes on from one epoch to the next."""
@@ -198,7 +198,7 @@ class HoldfastCallback(TrainerCallback):
 class _Progress:
     """What a Trainer and its callbacks know of its progress besides the step: a state dict."""
 
-    def __init__(self, trainer: Trainer, run: api.Run) -> None:
+    def __init__(self, trainer: Trainer, run: api.WorkerRun) -> None:
         self._trainer, self._run = trainer, run
         self._begun = time.monotonic()
         self.seconds_before = 0.0

@@ -28,7 +28,7 @@ _MAD_TO_SIGMA: Final = 1.4826
 """Of a normal distribution: standard deviation over the median absolute deviation."""
 
 
-class Kind(enum.StrEnum):
+class AnomalyKind(enum.StrEnum):
     """What is wrong with a step's numbers."""
 
     NON_FINITE = "non_finite"
@@ -36,7 +36,7 @@ class Kind(enum.StrEnum):
     GRAD_SPIKE = "grad_spike"
 
 
-class Action(enum.StrEnum):
+class AnomalyAction(enum.StrEnum):
     """What follows."""
 
     IGNORE = "ignore"
@@ -82,7 +82,7 @@ class Void:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AnomalyRecord:
     """What outlives an epoch; kept on the board, read by every restore."""
 
     skips: tuple[Skip, ...] = ()
@@ -101,18 +101,18 @@ class Record:
         """Return how many skips and rollbacks the last `BUDGET_STEPS` steps have cost."""
         return sum(step - BUDGET_STEPS < skip.last <= step for skip in self.skips)
 
-    def with_skip(self, skip: Skip) -> Record:
+    def with_skip(self, skip: Skip) -> AnomalyRecord:
         """Return the record with `skip`; the same when it is there already."""
         return self if skip in self.skips else replace(self, skips=(*self.skips, skip))
 
-    def with_void(self, void: Void) -> Record:
+    def with_void(self, void: Void) -> AnomalyRecord:
         """Return the record with `void`, without those that say no more than it does."""
         if any(v.epoch >= void.epoch and v.step <= void.step for v in self.voids):
             return self
         others = (v for v in self.voids if v.epoch > void.epoch or v.step < void.step)
         return replace(self, voids=(*others, void))
 
-    def pruned(self, oldest_step: int) -> Record:
+    def pruned(self, oldest_step: int) -> AnomalyRecord:
         """Return the record without skips that no restore and no budget will ask for again.
 
         Args:
@@ -130,7 +130,7 @@ class Record:
         }
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Record:
+    def from_dict(cls, raw: dict[str, Any]) -> AnomalyRecord:
         """Invert `to_dict`."""
         return cls(
             tuple(Skip(*pair) for pair in raw.get("skips", ())),
@@ -142,15 +142,15 @@ class Record:
 class StepDecision:
     """What a step's numbers come to."""
 
-    action: Action = Action.IGNORE
-    kind: Kind | None = None
+    action: AnomalyAction = AnomalyAction.IGNORE
+    kind: AnomalyKind | None = None
     """None: nothing was found."""
     reason: str = ""
 
     @property
     def applies(self) -> bool:
         """Whether the optimizer's step is taken."""
-        return self.action in (Action.IGNORE, Action.REPORT)
+        return self.action in (AnomalyAction.IGNORE, AnomalyAction.REPORT)
 
 
 FINE: Final = StepDecision()
@@ -162,7 +162,7 @@ def decide(
     *,
     step: int,
     baseline: Baseline,
-    record: Record,
+    record: AnomalyRecord,
     config: NumbersSection,
 ) -> StepDecision:
     """Return what is to be done about the numbers of `step`, before its update is applied.
@@ -173,7 +173,7 @@ def decide(
     next one becomes a stop: a run that keeps going wrong must not continue by itself.
     """
     decision = _found(loss, grad_norm, baseline=baseline, config=config)
-    if decision.action not in (Action.SKIP, Action.ROLLBACK):
+    if decision.action not in (AnomalyAction.SKIP, AnomalyAction.ROLLBACK):
         return decision
     made = record.decisions_near(step)
     if made < config.max_skips:
@@ -182,7 +182,7 @@ def decide(
         f"{decision.reason}; {made} batches were skipped or rolled back in the last "
         f"{BUDGET_STEPS} steps already, numbers.max_skips allows {config.max_skips}"
     )
-    return replace(decision, action=Action.STOP, reason=why)
+    return replace(decision, action=AnomalyAction.STOP, reason=why)
 
 
 def _found(
@@ -190,22 +190,22 @@ def _found(
 ) -> StepDecision:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         reason = f"loss {loss:g}, gradient norm {grad_norm:g}: not a finite number"
-        return StepDecision(Action(config.non_finite), Kind.NON_FINITE, reason)
+        return StepDecision(AnomalyAction(config.non_finite), AnomalyKind.NON_FINITE, reason)
     found = []
     least = config.window // 2
     usual = spike(loss, baseline.losses, ratio=config.loss_ratio, least=least, rise=MIN_LOSS_RISE)
     if usual is not None:
-        action = Action(config.loss_spike)
-        found.append(StepDecision(action, Kind.LOSS_SPIKE, _said("loss", loss, usual)))
+        action = AnomalyAction(config.loss_spike)
+        found.append(StepDecision(action, AnomalyKind.LOSS_SPIKE, _said("loss", loss, usual)))
     usual = spike(grad_norm, baseline.norms, ratio=config.grad_ratio, least=least)
     if usual is not None:
-        action = Action(config.grad_spike)
+        action = AnomalyAction(config.grad_spike)
         found.append(
-            StepDecision(action, Kind.GRAD_SPIKE, _said("gradient norm", grad_norm, usual))
+            StepDecision(action, AnomalyKind.GRAD_SPIKE, _said("gradient norm", grad_norm, usual))
         )
-    severity = list(Action)
+    severity = list(AnomalyAction)
     return max(
-        (decision for decision in found if decision.action is not Action.IGNORE),
+        (decision for decision in found if decision.action is not AnomalyAction.IGNORE),
         key=lambda decision: severity.index(decision.action),
         default=FINE,
     )

@@ -24,7 +24,7 @@ _TAIL_BYTES: Final = 4096
 """Some events: storage that stood still is reported among the steps."""
 
 
-class Source(enum.IntEnum):
+class StepSource(enum.IntEnum):
     """What a script's steps are known by; of several the highest counts."""
 
     NONE = 0
@@ -48,7 +48,7 @@ class Shown:
     """The newest."""
     first: int
     """With which it began."""
-    source: Source
+    source: StepSource
     origin: int
     """With which the run began, by the same source."""
     from_scratch: int = 0
@@ -69,7 +69,7 @@ class Shown:
             epoch=event.epoch or 0,
             step=step,
             first=int(fields.get("first", step)),
-            source=Source[by] if by in Source.__members__ else Source.NONE,
+            source=StepSource[by] if by in StepSource.__members__ else StepSource.NONE,
             origin=int(fields.get("origin", 0)),
             from_scratch=int(fields.get("from_scratch", 0)),
         )
@@ -104,10 +104,10 @@ def restart(before: Shown | None, now: Shown) -> Restart | None:
     From scratch is a restart that begins where the run began, or before, FEW_STEPS or more behind
     the newest step. Steps by different sources are not compared.
     """
-    if before is None or before.source is not now.source or now.source is Source.NONE:
+    if before is None or before.source is not now.source or now.source is StepSource.NONE:
         return None
     now = begun(before, now)
-    if now.source is Source.UNSURE:
+    if now.source is StepSource.UNSURE:
         return Restart(first=now.first, newest=before.step, redone=None, from_scratch=0, now=now)
     redone = max(0, before.step - now.first + 1)
     from_scratch = 0

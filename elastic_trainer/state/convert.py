@@ -32,7 +32,7 @@ EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 14
 _REPORT_EVERY_S = 0.2
 
 
-class _Stop:
+class _Interrupts:
     """SIGINT and SIGTERM: the first one interrupts, further ones leave the clean-up alone."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Stop:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one conversion and return the exit code."""
-    stop = _Stop()
+    stop = _Interrupts()
     what, request = sys.argv[1:] if argv is None else argv
     kinds: dict[str, Callable[..., dict[str, Any]]] = {"export": _export, "import": _import}
     try:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Reporter:
     """Writes progress to stdout: at most a few lines a second, and the last one always."""
 
-    def __init__(self, stop: _Stop, mono: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stop: _Interrupts, mono: Callable[[], float] = time.monotonic) -> None:
         self._stop, self._mono = stop, mono
         self._next_mono = mono()
 

@@ -22,7 +22,7 @@ from elastic_trainer.board.state import (
     ask_patiently,
     update,
 )
-from elastic_trainer.plan.anomalies import Record
+from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import Collective, StepFailedError
@@ -107,7 +107,7 @@ class CheckpointManager:
         self._since_mono = since_mono
         self.memory = memory
         self._allows: Callable[[int, int], bool] = BoardState().allows
-        self.record = Record()
+        self.record = AnomalyRecord()
         """What `restore` found on the board: steps to pass over, states not to use."""
         self.committed_steps: frozenset[int] = frozenset()
         """Those of the run's own that `restore` found on the board."""

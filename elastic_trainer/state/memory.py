@@ -23,7 +23,13 @@ from elastic_trainer.state.offload import HOST, CopyEnd, Offload
 from elastic_trainer.state.placement import copy_node, kept_apart, on_one_machine, shard_of
 from elastic_trainer.state.snapshots.errors import NoRoomError, PeerError
 from elastic_trainer.state.snapshots.image import NUM_SLOTS, PAGE, Header, Image
-from elastic_trainer.state.snapshots.peer import IMAGES, KEEPER_LABEL, Peer, PeerLink, read_peers
+from elastic_trainer.state.snapshots.peer import (
+    IMAGES,
+    KEEPER_LABEL,
+    KeeperAddress,
+    PeerLink,
+    read_peers,
+)
 from elastic_trainer.state.snapshots.wire import Authenticate
 from elastic_trainer.state.state import NamedTensors
 from elastic_trainer.worker.secret import authenticate, load_secret
@@ -38,7 +44,7 @@ Emit = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class KeeperPlace:
     """Where a worker's node keeps snapshots, and who else does."""
 
     directory: Path
@@ -46,14 +52,14 @@ class Place:
     local_rank: int
     workers: int
     """Per node."""
-    members: tuple[Peer, ...]
+    members: tuple[KeeperAddress, ...]
     """Of the epoch, in rank order."""
-    spares: tuple[Peer, ...]
+    spares: tuple[KeeperAddress, ...]
     authenticate: Authenticate
     """Proves this worker and a keeper to each other."""
     image_key: bytes
     """Of the run's images."""
-    left: tuple[Peer, ...] = ()
+    left: tuple[KeeperAddress, ...] = ()
     """Nodes that have left the job, and serve what they hold until this epoch has committed."""
 
     @property
@@ -64,7 +70,7 @@ class Place:
         return kept_apart(machines, [keeper.domain for keeper in keepers], len(self.members))
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> Place | None:
+    def from_environment(cls, env: Mapping[str, str]) -> KeeperPlace | None:
         """Read what the agent has set; None when it keeps no snapshots."""
         if not (directory := env.get("HOLDFAST_SNAPSHOTS")):
             return None
@@ -122,7 +128,7 @@ class MemoryTier:
 
     def __init__(
         self,
-        place: Place,
+        place: KeeperPlace,
         layout: ParallelLayout,
         *,
         rank: int,
@@ -343,7 +349,7 @@ class MemoryTier:
         with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
             self._link.put(header, slot, body)
 
-    def _connect(self, keeper: Peer) -> PeerLink:
+    def _connect(self, keeper: KeeperAddress) -> PeerLink:
         """Connect by the link whose turn it is, so that a node's workers use all that it has."""
         link = PeerLink(keeper, self.place.authenticate)
         if not (links := link.links()):

@@ -35,10 +35,10 @@ from elastic_trainer.state.lookup import (
     read_wholes,
     rows_for_owners,
 )
-from elastic_trainer.state.memory import Place
+from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.snapshots.choice import Holding
 from elastic_trainer.state.snapshots.image import Image
-from elastic_trainer.state.snapshots.peer import Peer, PeerLink
+from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
 
 ALL_KNOW = 64
 """Up to so many ranks, all get all rows, some 100 kB of each: every collective takes time."""
@@ -53,7 +53,7 @@ class MemoryReader(LocatingReader):
         group: of all ranks.
     """
 
-    def __init__(self, found: Found, place: Place, group: Collective) -> None:
+    def __init__(self, found: Found, place: KeeperPlace, group: Collective) -> None:
         self._place, self._group = place, group
         self._here = {
             Box(part.name, part.offsets, part.sizes): (holding, part)
@@ -147,7 +147,7 @@ class MemoryReader(LocatingReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for: from own memory by a copy, from others over TCP."""
-        by_holding: dict[tuple[str, str], tuple[Holding, list[Span]]] = {}
+        by_holding: dict[tuple[str, str], tuple[Holding, list[ByteSpan]]] = {}
         for item in plan.items:
             holding, part = self._find(item.storage_index)
             spans = by_holding.setdefault((holding.node, holding.file), (holding, []))[1]
@@ -200,9 +200,9 @@ class MemoryReader(LocatingReader):
         assert index.offset is not None, index
         return self._where[index.fqn, tuple(index.offset)]
 
-    def _bytes(self, holding: Holding, spans: Iterable[Span]) -> Iterable[Any]:
+    def _bytes(self, holding: Holding, spans: Iterable[ByteSpan]) -> Iterable[Any]:
         if holding.node != self._place.node:
-            peer = Peer(node=holding.node, address=holding.address, port=holding.port)
+            peer = KeeperAddress(node=holding.node, address=holding.address, port=holding.port)
             with PeerLink(peer, self._place.authenticate) as link:
                 wanted = [(span.at, span.num_bytes) for span in spans]
                 return link.read(holding.file, wanted, self._place.image_key)
@@ -215,7 +215,7 @@ class MemoryReader(LocatingReader):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """The bytes from the first to the last element of a box in a contiguous tensor."""
 
     item: ReadItem
@@ -239,10 +239,10 @@ class Span:
         return flat.as_strided(tuple(self.item.lengths), self.strides)
 
 
-def span_of(item: ReadItem, sizes: Sequence[int], dtype: torch.dtype, at: int) -> Span:
+def span_of(item: ReadItem, sizes: Sequence[int], dtype: torch.dtype, at: int) -> ByteSpan:
     """Return what `item` needs of the contiguous tensor of `sizes` whose bytes begin at `at`."""
     strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     begin = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
     last = begin + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
     count = 0 if 0 in item.lengths else last + 1 - begin
-    return Span(item, dtype, at + begin * dtype.itemsize, count * dtype.itemsize, strides)
+    return ByteSpan(item, dtype, at + begin * dtype.itemsize, count * dtype.itemsize, strides)

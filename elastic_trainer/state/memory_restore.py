@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from elastic_trainer.state.collective import Collective, StepFailedError
 from elastic_trainer.state.errors import DamagedError
 from elastic_trainer.state.load import State
-from elastic_trainer.state.memory import Place
+from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.memory_reader import MemoryReader
 from elastic_trainer.state.placement import sightings, single_machine
 from elastic_trainer.state.snapshots.choice import (
@@ -30,7 +30,7 @@ from elastic_trainer.state.snapshots.choice import (
 )
 from elastic_trainer.state.snapshots.errors import PeerError, TornImageError
 from elastic_trainer.state.snapshots.image import PAGE, Image, Part, encode_index, parse_name
-from elastic_trainer.state.snapshots.peer import Peer, PeerLink
+from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
 
 ROOM_FOR: Final = 5
 """Images that must fit where one is copied again: the new epoch's two and two copies come yet."""
@@ -41,7 +41,7 @@ Found = list[tuple[Holding, tuple[Part, ...]]]
 """Verified images and what they hold."""
 
 
-Single = tuple[Holding, tuple[Part, ...], Peer]
+Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 """An image whose shard no other machine holds, what is in it, and the node to copy it to."""
 
 
@@ -57,7 +57,7 @@ class Restored(NamedTuple):
 
 def restore_from_memory(
     state: State,
-    place: Place,
+    place: KeeperPlace,
     group: Collective,
     *,
     at_least: int,
@@ -126,7 +126,7 @@ def _agreed_keys(
         mine = [key for key in mine if packed(key) < newest]
 
 
-def _keep_only(place: Place, key: tuple[int, int]) -> None:
+def _keep_only(place: KeeperPlace, key: tuple[int, int]) -> None:
     """Free what nobody needs any more before the new epoch's images come on top.
 
     What is kept counts as committed: every rank had completed the step, as `everybody_got_there`
@@ -149,7 +149,9 @@ def _keep_only(place: Place, key: tuple[int, int]) -> None:
             path.unlink()
 
 
-def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> Iterator[Single]:
+def _singles(
+    found: Found, num_shards: int, place: KeeperPlace, group: Collective
+) -> Iterator[Single]:
     """Yield those of `found` that are on one machine only, and where to copy them; collective.
 
     Until the new epoch has committed a snapshot, the loss of that machine would lose the state.
@@ -184,7 +186,7 @@ def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> 
             yield holding, parts, to
 
 
-def copy_again(singles: Iterable[Single], place: Place) -> int:
+def copy_again(singles: Iterable[Single], place: KeeperPlace) -> int:
     """Copy images that one machine holds to another; return how many it did.
 
     Those that nobody has room or an answer for stay as they are: the next commit replaces them.
@@ -204,7 +206,7 @@ def copy_again(singles: Iterable[Single], place: Place) -> int:
 
 
 @contextlib.contextmanager
-def _body(holding: Holding, parts: tuple[Part, ...], place: Place) -> Iterator[memoryview]:
+def _body(holding: Holding, parts: tuple[Part, ...], place: KeeperPlace) -> Iterator[memoryview]:
     """Give all of an image that follows its header's page."""
     header = holding.header
     if holding.node == place.node:
@@ -228,7 +230,7 @@ def _load(reader: MemoryReader, state: State, step: int) -> None:
         raise DamagedError(f"the data is of step {loaded}, the snapshot of {step}")
 
 
-def _survey(place: Place, group: Collective) -> list[Holding]:
+def _survey(place: KeeperPlace, group: Collective) -> list[Holding]:
     """Return what this rank looks at and verifies: its share of its node's images, and spares'."""
     found: list[Holding] = []
     me = place.members[group.rank // place.workers]
@@ -246,7 +248,7 @@ def _survey(place: Place, group: Collective) -> list[Holding]:
     return found
 
 
-def _holding(me: Peer, file: str, image: Image) -> Holding:
+def _holding(me: KeeperAddress, file: str, image: Image) -> Holding:
     return Holding(
         header=image.header(),
         file=file,
@@ -258,7 +260,7 @@ def _holding(me: Peer, file: str, image: Image) -> Holding:
 
 
 def _verified(
-    holdings: list[Holding], key: tuple[int, int], place: Place, group: Collective
+    holdings: list[Holding], key: tuple[int, int], place: KeeperPlace, group: Collective
 ) -> Found:
     """Return those images of `key` that this rank looked at and of which every byte is right."""
     found: Found = []
@@ -267,7 +269,7 @@ def _verified(
     return found
 
 
-def _verify(holding: Holding, place: Place) -> Iterator[tuple[Holding, tuple[Part, ...]]]:
+def _verify(holding: Holding, place: KeeperPlace) -> Iterator[tuple[Holding, tuple[Part, ...]]]:
     try:
         if holding.node == place.node:
             with _opened(place, holding.file) as image:
@@ -281,12 +283,12 @@ def _verify(holding: Holding, place: Place) -> Iterator[tuple[Holding, tuple[Par
         return  # damaged or gone; what is lacking in the end is said
 
 
-def _peer(holding: Holding) -> Peer:
-    return Peer(node=holding.node, address=holding.address, port=holding.port)
+def _peer(holding: Holding) -> KeeperAddress:
+    return KeeperAddress(node=holding.node, address=holding.address, port=holding.port)
 
 
 @contextlib.contextmanager
-def _opened(place: Place, file: str) -> Iterator[Image]:
+def _opened(place: KeeperPlace, file: str) -> Iterator[Image]:
     image = Image(place.directory / file)
     try:
         yield image

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Final, Protocol, Self
 
-from elastic_trainer.worker.heartbeat import Heartbeat, Part
+from elastic_trainer.worker.heartbeat import Heartbeat, StepPart
 
-TIMED: Final = frozenset({Part.FORWARD, Part.BACKWARD})
+TIMED: Final = frozenset({StepPart.FORWARD, StepPart.BACKWARD})
 """FSDP has its stream wait for parameters before our hooks, so these are without that wait."""
 
 
-class Event(Protocol):
+class TimedEvent(Protocol):
     """As torch.cuda.Event with `enable_timing`."""
 
     def record(self) -> None:
@@ -36,12 +36,12 @@ class DeviceTimes:
         new_event: makes an event of the device.
     """
 
-    def __init__(self, heartbeat: Heartbeat, new_event: Callable[[], Event]) -> None:
+    def __init__(self, heartbeat: Heartbeat, new_event: Callable[[], TimedEvent]) -> None:
         self._heartbeat, self._new_event = heartbeat, new_event
-        self._spare: list[Event] = []
-        self._before: list[tuple[int, Event]] = []
+        self._spare: list[TimedEvent] = []
+        self._before: list[tuple[int, TimedEvent]] = []
         """Of the last step."""
-        self._now: list[tuple[int, Event]] = []
+        self._now: list[tuple[int, TimedEvent]] = []
         heartbeat.time_elsewhere(TIMED)
 
     def begin_step(self) -> None:

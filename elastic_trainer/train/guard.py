@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from elastic_trainer.board.state import Board, BoardBusyError, BoardState, update
 from elastic_trainer.plan.anomalies import (
     MAX_WINDOW,
-    Action,
+    AnomalyAction,
+    AnomalyRecord,
     Baseline,
-    Record,
     Skip,
     StepDecision,
     Void,
@@ -66,14 +66,14 @@ class Guard:
         self._ranks, self._rank, self._epoch = ranks, ranks.rank, epoch
         self._first_step = config.start_from.step if config.start_from else 0
         self._last_step = config.train.steps
-        self._baseline, self._record = Baseline(), Record()
+        self._baseline, self._record = Baseline(), AnomalyRecord()
         self.keeps = {RECENT: torch.full((2, MAX_WINDOW), torch.nan, dtype=torch.float64)}
         """To be saved and restored with the state."""
         self._check = ReplicaCheck()
         self._trusted: int | None = None
         """Newest step of this epoch after which all replicas were equal."""
 
-    def restored(self, record: Record) -> None:
+    def restored(self, record: AnomalyRecord) -> None:
         """Continue from a restored state: `keeps` is filled, the board says `record`."""
         self._record = record
         losses, norms = (row[~row.isnan()].tolist() for row in self.keeps[RECENT])
@@ -99,9 +99,9 @@ class Guard:
             config=self._config,
         )
         more: dict[str, Any] = {}
-        if decision.action is Action.ROLLBACK:
+        if decision.action is AnomalyAction.ROLLBACK:
             decision = self._roll_back(step, decision)
-        if decision.action is Action.SKIP:
+        if decision.action is AnomalyAction.SKIP:
             more["recorded"] = self._skip(step)
         if decision.kind is not None and self._rank == 0:
             self._events.emit(
@@ -150,13 +150,13 @@ class Guard:
         if target is not None:
             return decision
         why = f"{decision.reason}; skipped, because there is no checkpoint to roll back to"
-        return dataclasses.replace(decision, action=Action.SKIP, reason=why)
+        return dataclasses.replace(decision, action=AnomalyAction.SKIP, reason=why)
 
     def _void_for_rollback(self, step: int, reason: str) -> int | None:
         """Record where to go back to; return the step, None when there is nothing."""
         back, targets = self._config.rollback_steps, [-1]
 
-        def change(state: BoardState) -> Record:
+        def change(state: BoardState) -> AnomalyRecord:
             usable = [c.step for c in state.commits if state.allows(c.epoch, c.step)]
             target = rollback_target(step, back, usable, start_step=self._first_step)
             if target is None:
@@ -180,7 +180,7 @@ class Guard:
         )
         return target
 
-    def _write(self, change: Callable[[BoardState], Record]) -> BoardState | None:
+    def _write(self, change: Callable[[BoardState], AnomalyRecord]) -> BoardState | None:
         """Swap the board to the record that `change` returns; None when the epoch is over.
 
         Raises:
@@ -241,7 +241,7 @@ class Guard:
     def _void_unchecked(self, step: int, found: Mismatch) -> None:
         targets = [0]
 
-        def change(state: BoardState) -> Record:
+        def change(state: BoardState) -> AnomalyRecord:
             usable = [c.step for c in state.commits if state.allows(c.epoch, c.step)]
             # What is on storage was checked before it was saved.
             newest = max(usable, default=self._first_step)

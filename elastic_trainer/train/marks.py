@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from elastic_trainer.model.decoder import Decoder
-from elastic_trainer.worker.heartbeat import Part
+from elastic_trainer.worker.heartbeat import StepPart
 from elastic_trainer.worker.torch_private import when_compiling
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool)
         in_pipeline: outside its stage a rank waits for others.
         compiled: its blocks are; a hook would break their graphs, so only the whole is marked.
     """
-    after = Part.PIPELINE if in_pipeline else Part.FORWARD  # the loss comes next
+    after = StepPart.PIPELINE if in_pipeline else StepPart.FORWARD  # the loss comes next
     if compiled:
-        stage.register_forward_pre_hook(lambda *_: mark(Part.FORWARD))
+        stage.register_forward_pre_hook(lambda *_: mark(StepPart.FORWARD))
         stage.register_forward_hook(lambda *_: mark(after))
         return
 
@@ -41,26 +41,26 @@ def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool)
         mark(after)
         if not isinstance(stage.head, nn.Identity) and output.requires_grad:
             # The loss's backward is done; the head's is short beside the reduction after it.
-            output.register_hook(lambda _grad: mark(Part.GATHER))
+            output.register_hook(lambda _grad: mark(StepPart.GATHER))
 
     # Blocks mark their own way in: before the first one the embedding is gathered.
-    stage.register_forward_pre_hook(lambda *_: mark(Part.GATHER))
+    stage.register_forward_pre_hook(lambda *_: mark(StepPart.GATHER))
     stage.register_forward_hook(leaving)
     for number, block in enumerate(stage.layers.values()):
-        done = Part.PIPELINE if in_pipeline and number == 0 else Part.GATHER
+        done = StepPart.PIPELINE if in_pipeline and number == 0 else StepPart.GATHER
         _mark_block(block, mark, done)
 
 
-def _mark_block(block: nn.Module, mark: Mark, done: Part) -> None:
+def _mark_block(block: nn.Module, mark: Mark, done: StepPart) -> None:
     def entering(_block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        mark(Part.FORWARD)
+        mark(StepPart.FORWARD)
         if args[0].requires_grad:  # its gradient is the last that the block's backward makes
             args[0].register_hook(lambda _grad: mark(done))
 
     def leaving(_block: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
-        mark(Part.GATHER)
+        mark(StepPart.GATHER)
         if output.requires_grad:
-            output.register_hook(lambda _grad: mark(Part.BACKWARD))
+            output.register_hook(lambda _grad: mark(StepPart.BACKWARD))
 
     block.register_forward_pre_hook(entering)
     block.register_forward_hook(leaving)
@@ -68,18 +68,18 @@ def _mark_block(block: nn.Module, mark: Mark, done: Part) -> None:
 
 def mark_compiling(mark: Mark) -> None:
     """Have this process mark the time in torch.compile, whenever a block is compiled."""
-    when_compiling(lambda _: mark(Part.COMPILE), lambda _: mark(Part.FORWARD))
+    when_compiling(lambda _: mark(StepPart.COMPILE), lambda _: mark(StepPart.FORWARD))
 
 
 def marked_data(batches: Iterable[T], mark: Mark) -> Iterator[T]:
     """Yield `batches`, marking the time that each takes to come as DATA."""
     waiting = iter(batches)
     while True:
-        mark(Part.DATA)
+        mark(StepPart.DATA)
         try:
             batch = next(waiting)
         except StopIteration:
-            mark(Part.GATHER)
+            mark(StepPart.GATHER)
             return
-        mark(Part.GATHER)
+        mark(StepPart.GATHER)
         yield batch

@@ -25,7 +25,7 @@ from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.load import State
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import offload_of
 from elastic_trainer.state.saver import CheckpointPolicy
 from elastic_trainer.worker.heartbeat import Request
@@ -52,7 +52,7 @@ class WorkerContext:
     heartbeat: Path
     store: tuple[str, int]
     run_id: str
-    place: Place | None = None
+    place: KeeperPlace | None = None
     """Where this node keeps snapshots; None where it keeps none."""
     since_mono: float | None = None
     """When the agent started, by this machine's monotonic clock."""
@@ -76,7 +76,7 @@ class WorkerContext:
             heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
             store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             run_id=env["TORCHELASTIC_RUN_ID"],
-            place=Place.from_environment(env),
+            place=KeeperPlace.from_environment(env),
             since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
             board=env.get(BOARD_VARIABLE),
             born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,

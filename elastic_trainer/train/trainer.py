@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic_trainer.data import open_corpus
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
-from elastic_trainer.plan.anomalies import Action, StepDecision
+from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.load import TrainingState
@@ -46,8 +46,8 @@ from elastic_trainer.train.optimizer import (
     set_learning_rate,
 )
 from elastic_trainer.train.session import Agreed, Session, WorkerContext
-from elastic_trainer.train.validation import Validation
-from elastic_trainer.worker.heartbeat import Heartbeat, Part, Request, Section
+from elastic_trainer.train.validation import Validator
+from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section, StepPart
 from elastic_trainer.worker.rank_grid import init_unconnected
 from elastic_trainer.worker.torch_private import flight_recorder
 from elastic_trainer.worker.worker_answers import answer_when_asked, answer_with_flight
@@ -185,7 +185,7 @@ class Trainer:
         )
         self.validation = None
         if config.validation is not None:
-            self.validation = Validation(
+            self.validation = Validator(
                 config.validation,
                 config,
                 self.rung,
@@ -211,17 +211,17 @@ class Trainer:
                 self._pass_over()
                 continue
             result, lr = self._train_step(self.step + 1)
-            if result.decision.action in (Action.ROLLBACK, Action.STOP):
+            if result.decision.action in (AnomalyAction.ROLLBACK, AnomalyAction.STOP):
                 return self._turn_back(result.decision)
             self.step, loss = self.step + 1, result.loss
             self.feed.end_step(self.step, skipped=not result.decision.applies)
             self._report_step(result, lr)
             requests = result.agreed.requests
-            self.heartbeat.mark(Part.REDUCE)
+            self.heartbeat.mark(StepPart.REDUCE)
             self._compare_replicas(before_save=bool(requests))
-            self.heartbeat.mark(Part.SNAPSHOT)
+            self.heartbeat.mark(StepPart.SNAPSHOT)
             self.session.snapshot(self.step, overlaps=self.overlaps)
-            self.heartbeat.mark(Part.OTHER)
+            self.heartbeat.mark(StepPart.OTHER)
             if self.step == steps:
                 break
             if requests & (Request.STOP | Request.GROW):
@@ -246,11 +246,11 @@ class Trainer:
         loss_sum = self.engine.forward_backward(
             marked_data(self.feed.micro_batches(step), self.mark), tokens
         )
-        self.mark(Part.SUMS)
+        self.mark(StepPart.SUMS)
         if self.device_times is not None:
             self.device_times.end_step()
         result = self._agree(loss_sum, step, tokens)
-        self.heartbeat.mark(Part.OPTIMIZER)
+        self.heartbeat.mark(StepPart.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
         if result.decision.applies:
             clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
@@ -274,7 +274,7 @@ class Trainer:
 
     def sum_over_ranks(self, values: Tensor) -> None:
         """Add up `values` (on the CPU) over all ranks; the heartbeat tells who has not come yet."""
-        self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(Part.REDUCE))
+        self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(StepPart.REDUCE))
 
     def _report_step(self, result: StepResult, lr: float) -> None:
         """Put the step on record. It lasts since the report before it, so that none is left out."""
@@ -339,7 +339,7 @@ class Trainer:
         Raises:
             NumbersError: HF711, the job is to stop; the state before the step is saved.
         """
-        if decision.action is Action.STOP:
+        if decision.action is AnomalyAction.STOP:
             if max(self.session.saved_step, 0) < self.step:
                 with suppress(SaveRefusedError):  # an event says so; the reason to stop is this one
                     self._save(wait=True)

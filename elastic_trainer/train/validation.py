@@ -19,7 +19,7 @@ from elastic_trainer.worker.heartbeat import Request
 _LEAVE = (Request.STOP, Request.GROW)
 
 
-class Validation:
+class Validator:
     """Validates one worker's part of the model; all ranks do so at the same steps.
 
     Args:

@@ -32,7 +32,7 @@ _IDLE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
+class _RoundServer:
     place: Path
     node: str
     host: str
@@ -44,7 +44,7 @@ def serve(folder: str, node: str, host: str, backend: str) -> None:
     import torch.distributed  # noqa: F401  once, before the forks
 
     place = Path(folder)
-    server = _Server(place=place, node=node, host=host, backend=backend)
+    server = _RoundServer(place=place, node=node, host=host, backend=backend)
     write_atomic(place / f"hello-{node}.json", json.dumps({"pid": os.getpid()}))
     number, heard = 1, time.monotonic()
     while not _over(place) and time.monotonic() - heard < _IDLE_S:
@@ -56,7 +56,7 @@ def serve(folder: str, node: str, host: str, backend: str) -> None:
         number, heard = number + 1, time.monotonic()
 
 
-def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
+def _take_part(server: _RoundServer, number: int, asked: dict[str, Any]) -> None:
     group = next((one for one in asked["groups"] if server.node in one), None)
     if group is None:
         return
@@ -81,7 +81,7 @@ def _over(place: Path) -> bool:
     return (place / "stop").exists() or not place.exists()
 
 
-def _reduce(server: _Server, number: int, group: Sequence[str], deadline_s: float) -> None:
+def _reduce(server: _RoundServer, number: int, group: Sequence[str], deadline_s: float) -> None:
     """All-reduce within `group`, and write the mean of the seconds that it took."""
     import torch
     from torch import distributed as dist

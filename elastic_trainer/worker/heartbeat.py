@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.record.script_steps import Source
+from elastic_trainer.record.script_steps import StepSource
 
 
 class Section(enum.IntEnum):
@@ -38,7 +38,7 @@ class Section(enum.IntEnum):
     """The last step is done and saved."""
 
 
-class Part(enum.IntEnum):
+class StepPart(enum.IntEnum):
     """Where in a step of the loop a worker is (`Section.STEP` and `FIRST_STEP`)."""
 
     OTHER = 0
@@ -61,7 +61,7 @@ class Part(enum.IntEnum):
     """In torch.compile, for the first time or again."""
 
 
-WAITING = frozenset({Part.GATHER, Part.PIPELINE, Part.REDUCE})
+WAITING = frozenset({StepPart.GATHER, StepPart.PIPELINE, StepPart.REDUCE})
 """Parts in which a healthy worker stands still when another does."""
 
 BUCKETS = 48
@@ -86,7 +86,7 @@ _MILLI_BITS = 20
 ) = range(14)
 _TOTALS = 16
 _GAPS = _TOTALS + 16
-_WORDS = _GAPS + len(Part) * BUCKETS
+_WORDS = _GAPS + len(StepPart) * BUCKETS
 _SIZE = 8 * _WORDS
 
 
@@ -111,7 +111,7 @@ class Beat:
     counter: int
     """Rises with every sign of progress; equal readings mean none in between."""
     committed_step: int
-    part: Part = Part.OTHER
+    part: StepPart = StepPart.OTHER
     place: int = 0
     """Marks since the step began. Ranks of one lane make the same ones in every step."""
     lane: int = 0
@@ -123,7 +123,7 @@ class Beat:
     from the beginning of the training."""
     first: int = 0
     """The first step that it showed, by `source`; 0: none."""
-    source: Source = Source.NONE
+    source: StepSource = StepSource.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ class Pace:
     """Where the time of the loop went, since the worker's start."""
 
     totals_s: tuple[float, ...]
-    """By `Part`."""
+    """By `StepPart`."""
     gaps: tuple[tuple[int, ...], ...]
-    """By `Part`: how many gaps between two marks fell into each bucket."""
+    """By `StepPart`: how many gaps between two marks fell into each bucket."""
 
 
 def bucket_of(gap_ns: int) -> int:
@@ -177,10 +177,10 @@ class Heartbeat:
     ) -> None:
         """Worker: record progress. Arguments left out stay as they were.
 
-        A new step or section begins in `Part.OTHER`.
+        A new step or section begins in `StepPart.OTHER`.
         """
         words = self._words
-        self.mark(Part.OTHER if step is not None or section is not None else words[_PART])
+        self.mark(StepPart.OTHER if step is not None or section is not None else words[_PART])
         if step is not None:
             words[_STEP] = step
             words[_PLACE] = 0
@@ -219,7 +219,7 @@ class Heartbeat:
         """Worker: say what `step` counts from, see `Beat.from_start`."""
         self._words[_FROM_START] = yes
 
-    def begin_at(self, first: int, source: Source) -> None:
+    def begin_at(self, first: int, source: StepSource) -> None:
         """Worker: say with which step of a script it began, and how that is known."""
         self._words[_FIRST], self._words[_SOURCE] = first, source
 
@@ -231,18 +231,18 @@ class Heartbeat:
             Section(words[_SECTION]),
             words[_COUNTER],
             words[_COMMITTED],
-            Part(words[_PART]),
+            StepPart(words[_PART]),
             words[_PLACE],
             words[_LANE],
             bool(words[_LISTENS]),
             bool(words[_FROM_START]),
             words[_FIRST],
-            Source(words[_SOURCE]),
+            StepSource(words[_SOURCE]),
         )
 
     def pace(self) -> Pace:
         """Agent: where the time went."""
-        words, parts = self._words, range(len(Part))
+        words, parts = self._words, range(len(StepPart))
         totals = tuple(words[_TOTALS + part] / 1e9 for part in parts)
         starts = (_GAPS + part * BUCKETS for part in parts)
         return Pace(totals, tuple(tuple(words[at : at + BUCKETS]) for at in starts))

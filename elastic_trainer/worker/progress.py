@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.record.script_steps import Source
+from elastic_trainer.record.script_steps import StepSource
 from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
 
 _LATE_STEPS = 10
@@ -63,7 +63,9 @@ class StepCounter:
             self._several = self._several or self._step >= self._first + _LATE_STEPS
             self._first = max(self._first, own or 1)
             unsure = self._from_start or self._several
-            self._heartbeat.begin_at(self._first, Source.UNSURE if unsure else Source.OPTIMIZER)
+            self._heartbeat.begin_at(
+                self._first, StepSource.UNSURE if unsure else StepSource.OPTIMIZER
+            )
         count = self._counts[optimizer] = self._counts[optimizer] + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
@@ -83,10 +85,10 @@ class StepCounter:
             self._hook = None
             self._first = 0
             self._heartbeat.count_from_start(yes=False)
-            self._heartbeat.begin_at(0, Source.NONE)
+            self._heartbeat.begin_at(0, StepSource.NONE)
         if step and not self._first:
             self._first = step
-            self._heartbeat.begin_at(step, Source.SCRIPT)
+            self._heartbeat.begin_at(step, StepSource.SCRIPT)
         self._trained = self._trained or (step is not None and section is Section.STEP)
         if not self._trained and section in (Section.STEP, Section.SAVING, Section.EVALUATING):
             section = Section.FIRST_STEP

@@ -195,11 +195,11 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def fingerprint(payload: bytes | bytearray) -> bytes:
-    """Return the digest that stands for a payload in `Session.tag`: made once for many peers."""
+    """Return the digest that stands for a payload in `AuthSession.tag`: made once for many peers."""
     return hashlib.blake2b(payload, digest_size=32).digest()
 
 
-class Session:
+class AuthSession:
     """Authenticates what both ends of one connection say after the handshake, in its order.
 
     Args:
@@ -291,12 +291,12 @@ class Handshake:
         """How many bytes to read next at most, so that none of the conversation is taken."""
         return self._wants - len(self.rest)
 
-    def session(self) -> Session:
+    def session(self) -> AuthSession:
         """Return the session of two ends that have proved themselves."""
         assert self.done
         from_dialer, from_listener = self._sign("from dialer"), self._sign("from listener")
         keys = (from_dialer, from_listener) if self._dials else (from_listener, from_dialer)
-        return Session(*keys)
+        return AuthSession(*keys)
 
     def first(self) -> bytes:
         """Return what to send before anything has come; empty for a listener."""
@@ -365,7 +365,7 @@ class Badge:
 
 def authenticate(
     sock: Socket, secret: Secret, *, server: bool, label: str, context: str, timeout_s: float
-) -> Session:
+) -> AuthSession:
     """Prove both ends of a blocking socket to each other; no byte beyond that is read.
 
     Args:

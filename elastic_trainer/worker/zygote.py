@@ -114,7 +114,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _Child:
     epoch: int
     local_rank: int
 
@@ -133,7 +133,7 @@ class Zygote:
         self._sock, self._parent = sock, parent
         self._preload = preload
         self._why_fresh: str | None = None
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _Child] = {}
         self._standbys: dict[int, _Standby] = {}
         """By local rank."""
         self._own: set[int] = set()
@@ -228,7 +228,7 @@ class Zygote:
         how = "fresh" if why is not None else "zygote" if pid is None else "standby"
         if pid is None:
             pid = self._fork(request, fresh=why is not None)
-        self._workers[pid] = _Worker(request["epoch"], request["local_rank"])
+        self._workers[pid] = _Child(request["epoch"], request["local_rank"])
         self._epoch = request["epoch"]
         self._send(
             event="started",

@@ -24,13 +24,13 @@ from launcher.cli.main import COMMANDS, cli
 from launcher.doctor.runbooks.pages import index, page, titles
 from launcher.runs.checkpoints.start_from import table
 from launcher.spec.codes import CODES, WARNINGS
-from launcher.spec.env import Secret
+from launcher.spec.env import SecretRef
 from launcher.spec.kubernetes import Toleration, Volume
 from launcher.spec.spec import all_sections, keys_of
 
 DOCUMENTED: Final[dict[str, type[BaseModel]]] = {
     **all_sections(),
-    "env.secrets.NAME": Secret,
+    "env.secrets.NAME": SecretRef,
     "kubernetes.volumes.NAME": Volume,
     "kubernetes.tolerations[]": Toleration,
 }

@@ -47,13 +47,13 @@ def notify(*, runs: Path, url_file: Path | None, form: str, kinds: tuple[str, ..
     It reads the records of all runs of a folder, and of its users' folders, until interrupted.
     What happened before it was started is not told. The address is a secret: it is never shown.
     """
-    from launcher.runs.reports.notifying import Follower, Webhook
+    from launcher.runs.reports.notifying import RunFollower, Webhook
 
     try:
         webhook = Webhook(_address(url_file), slack=form == "slack", say=_say)
     except UserError as error:
         return exit_with_problems(error, as_json=False)
-    follower, said = Follower(runs, kinds), [""]
+    follower, said = RunFollower(runs, kinds), [""]
     try:
         while True:
             notices, problems = follower.poll()

@@ -26,7 +26,7 @@ from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.fleet.preflight.checks import Expected, NodeReport
-    from launcher.fleet.preflight.nodes import Where
+    from launcher.fleet.preflight.nodes import NodeSelection
     from launcher.record.fleet import Entry
 
 EPILOG = """\b
@@ -94,13 +94,13 @@ def preflight(  # noqa: PLR0917  click passes options by name
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
     from launcher.fleet.preflight.checks import Expected
-    from launcher.fleet.preflight.nodes import Preflight, Where
+    from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 
     try:
         where, expected = _asked(
             job,
             sets,
-            Where(cluster=target, partition=partition, nodes=nodes, gres_gpus=gpus or 0),
+            NodeSelection(cluster=target, partition=partition, nodes=nodes, gres_gpus=gpus or 0),
             Expected(
                 gpus=gpus or 0,
                 directory=str(Path(directory or ".").absolute()),
@@ -153,11 +153,11 @@ def _noted(place: str, reports: Sequence[NodeReport]) -> list[Entry]:
 def _asked(
     job: str | None,
     sets: Sequence[str],
-    where: Where,
+    where: NodeSelection,
     expected: Expected,
     *,
     given: Mapping[str, bool],
-) -> tuple[Where, Expected]:
+) -> tuple[NodeSelection, Expected]:
     """Fill in what the command line leaves to the job; `given` says what it does not."""
     if job is None:
         if sets:

@@ -26,7 +26,7 @@ from launcher.cli.common import (
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.local.rehearsal.verdicts import Verdict
+    from launcher.local.rehearsal.verdicts import RowVerdict
 
 EPILOG = """\b
 Examples:
@@ -113,7 +113,7 @@ def rehearse(
     return EXIT_DONE if ok else EXIT_FAILED
 
 
-def _closing(rows: Sequence[Verdict], place: Path, *, ok: bool) -> str:
+def _closing(rows: Sequence[RowVerdict], place: Path, *, ok: bool) -> str:
     failed = [row for row in rows if row.level == "fail"]
     if failed:
         which = place / failed[0].failing
@@ -126,7 +126,7 @@ def _closing(rows: Sequence[Verdict], place: Path, *, ok: bool) -> str:
     return f"{counted(len(rehearsed), 'failure')} survived"
 
 
-def _print_table(rows: Sequence[Verdict]) -> None:
+def _print_table(rows: Sequence[RowVerdict]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -22,7 +22,7 @@ from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
 from launcher.runs.reports.data import loss_curve, report_data
 from launcher.runs.reports.report import write_csv, write_report
-from launcher.runs.runs import Run, current_job, find_run
+from launcher.runs.runs import StoredRun, current_job, find_run
 from launcher.runs.summary_file import current_summary
 from launcher.spec.errors import UserError
 
@@ -85,7 +85,7 @@ def report(
 
 
 def _write(
-    found: Run, others: Sequence[Run], path: Path | None, *, refresh: bool
+    found: StoredRun, others: Sequence[StoredRun], path: Path | None, *, refresh: bool
 ) -> dict[str, Any]:
     """Write the report to `path`, if any; return the summary."""
     if found.submission is not None:

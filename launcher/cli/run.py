@@ -137,7 +137,7 @@ def _prepare(
     run_dir: Path | None,
     resume: Path | None,
     start: str | None,
-) -> local_job.Prepared | None:
+) -> local_job.PreparedRun | None:
     """Return what is to be run; None: the run to resume is finished."""
     if resume is not None:
         options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir), ("--from", start))

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from launcher.platforms.base import Backend
     from launcher.platforms.sites import Site
     from launcher.record.excluded import ExcludedMachine
-    from launcher.runs.runs import Run as Found
-    from launcher.runs.submitting.submit import Prepared
+    from launcher.runs.runs import StoredRun as Found
+    from launcher.runs.submitting.submit import PreparedSubmission
 
 EPILOG = """\b
 Examples:
@@ -310,7 +310,7 @@ def _resume_sweep(
     return EXIT_DONE
 
 
-def _show(prepared: Prepared, *, as_json: bool) -> int:
+def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
     """Print what would be submitted."""
     if as_json:
         print_json(

@@ -17,17 +17,17 @@ from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.record.signatures import Signature, signature_of
 from elastic_trainer.storage.regular_file import open_regular
 from launcher.doctor.flight import MOST_BYTES, works_of
-from launcher.doctor.judge import Diagnosis, Record, Recorded, judge
-from launcher.doctor.scan import Found, Scanned, scan
+from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
+from launcher.doctor.scan import Match, Scanned, scan
 from launcher.platforms.base import JobState
 from launcher.platforms.targets import TARGETS
 from launcher.record.event import describe, worker_rank
-from launcher.record.failures import Failure, failures
+from launcher.record.failures import RunFailure, failures
 from launcher.record.files import RunRecord
 from launcher.record.run_files import ATTEMPT, STARTS, attempt_order
 from launcher.record.timeline import epochs
 from launcher.runs.runs import find_run, is_run, read_submitted
-from launcher.runs.watching.findings import Kind as FindingKind
+from launcher.runs.watching.findings import FindingKind as FindingKind
 from launcher.runs.watching.run_status import platform_text, run_statuses, target_of
 from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import masked
@@ -51,7 +51,7 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
     """
     logs: list[Scanned] = []
     unread: list[str] = []
-    record: Record | None = None
+    record: AgentsRecord | None = None
     for name in names:
         if name == STDIN:
             logs.append(scan(stdin, "stdin", len(logs)))
@@ -117,7 +117,7 @@ def _lost_kind(run_dir: Path) -> str:
     return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
 
 
-def _signature(failure: Failure, lost: str) -> Signature:
+def _signature(failure: RunFailure, lost: str) -> Signature:
     kind = lost if failure.kind == Kind.NODE_LOST else failure.kind
     return signature_of(kind, failure.detail)
 
@@ -143,7 +143,7 @@ def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]
     return [scan(io.BytesIO(f"{said}\n".encode()), name, number)] if said else []
 
 
-def _failures(run_dir: Path) -> list[Failure]:
+def _failures(run_dir: Path) -> list[RunFailure]:
     record = RunRecord(run_dir)
     record.poll()
     return failures(record.events, epochs(record.events))
@@ -220,24 +220,24 @@ def _error_file(content: bytes) -> bytes:
         return b""
 
 
-def _recorded(run_dir: Path, number: int, unread: list[str]) -> Record:
+def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     """Return what the agents of the run recorded."""
     record, file = RunRecord(run_dir), str(run_dir / "events")
     try:
         record.poll()
     except UserError as error:
         unread.append(f"{file}: {error}")
-        return Record()
+        return AgentsRecord()
     failed = failures(record.events, epochs(record.events))
     slow = [each for each in record.events if each.event == "worker.slow"]
     lost = _lost_kind(run_dir)
     found = [_of_failure(each, lost, file, (number, n)) for n, each in enumerate(failed, 1)]
     found = found or [_of_slow(each, file, (number, 1)) for each in slow[-1:]]
-    return Record(failures=found, code=_code(record.events))
+    return AgentsRecord(failures=found, code=_code(record.events))
 
 
-def _of_failure(failure: Failure, lost: str, file: str, order: tuple[int, int]) -> Recorded:
-    found = Found(
+def _of_failure(failure: RunFailure, lost: str, file: str, order: tuple[int, int]) -> Recorded:
+    found = Match(
         signature=_signature(failure, lost),
         file=file,
         line=order[1],
@@ -257,7 +257,7 @@ def _of_failure(failure: Failure, lost: str, file: str, order: tuple[int, int]) 
 def _of_slow(event: Event, file: str, order: tuple[int, int]) -> Recorded:
     """Return what the record says of a slow rank, which no step waited for in vain."""
     member, rank = str(event.fields.get("member", event.node)), worker_rank(event)
-    found = Found(
+    found = Match(
         signature=signature_of("", event.event),
         file=file,
         line=order[1],

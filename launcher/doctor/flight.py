@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from launcher.doctor.scan import Work
+from launcher.doctor.scan import TimedOut
 
 MOST_BYTES: Final = 256 << 20
 
 
-def works_of(dump: bytes, rank: int) -> list[Work]:
+def works_of(dump: bytes, rank: int) -> list[TimedOut]:
     """Return the oldest collective of each process group that has not completed.
 
     Args:
@@ -33,7 +33,7 @@ def works_of(dump: bytes, rank: int) -> list[Work]:
             if entry["state"] != "completed" and not entry.get("retired"):
                 waiting.setdefault(group, entry)
         return [
-            Work(
+            TimedOut(
                 group,
                 rank,
                 int(entry["collective_seq_id"]),

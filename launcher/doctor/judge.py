@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.record.signatures import FailureClass, Rank, Remedy, classes
-from launcher.doctor.scan import Found, Scanned, Work
+from launcher.doctor.scan import Match, Scanned, TimedOut
 
 HEALTHY: Final = "healthy"
 UNKNOWN: Final = "unknown"
@@ -47,7 +47,7 @@ class Diagnosis:
     rank: int | None = None
     node: str | None = None
     """First failing rank and its node, where known."""
-    evidence: tuple[Found, ...] = ()
+    evidence: tuple[Match, ...] = ()
     also: tuple[str, ...] = ()
     """Other classes seen, which are consequences or were survived."""
     runbook: str | None = None
@@ -81,7 +81,7 @@ class Diagnosis:
 class Recorded:
     """A failure of a run, as its agents recorded it."""
 
-    found: Found
+    found: Match
     places: frozenset[str]
     """Names of its node and machine; empty: not known."""
     epoch: int
@@ -90,7 +90,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class AgentsRecord:
     """What the agents of a run recorded."""
 
     failures: Sequence[Recorded] = ()
@@ -115,16 +115,16 @@ class Record:
 
 
 @dataclass(slots=True)
-class _Seen:
-    found: list[Found] = field(default_factory=list)
-    survived: list[Found] = field(default_factory=list)
+class _Evidence:
+    found: list[Match] = field(default_factory=list)
+    survived: list[Match] = field(default_factory=list)
 
 
 def judge(
-    logs: Sequence[Scanned], unread: Sequence[str] = (), record: Record | None = None
+    logs: Sequence[Scanned], unread: Sequence[str] = (), record: AgentsRecord | None = None
 ) -> Diagnosis:
     """Return the root cause of what `logs`, and the record of the run they are of, tell."""
-    record, unread = record or Record(), tuple(unread)
+    record, unread = record or AgentsRecord(), tuple(unread)
     seen = _sorted_out(logs, record)
     failed = [each for each in seen.found if not each.warned]
     if failed and any(each.signature.action is not Remedy.NONE for each in failed):
@@ -156,8 +156,8 @@ def judge(
 def _of_record(
     recorded: Recorded,
     logs: Sequence[Scanned],
-    lines: Sequence[Found],
-    others: Sequence[Found],
+    lines: Sequence[Match],
+    others: Sequence[Match],
     unread: tuple[str, ...],
     *,
     survived: bool,
@@ -196,14 +196,14 @@ def _of_record(
     )
 
 
-def _in_place(each: Found, recorded: Recorded) -> bool:
+def _in_place(each: Match, recorded: Recorded) -> bool:
     own = recorded.found
     if each.node is not None and recorded.places and each.node not in recorded.places:
         return False
     return each.rank is None or own.rank is None or each.rank == own.rank
 
 
-def _may_explain(each: Found, recorded: Recorded) -> bool:
+def _may_explain(each: Match, recorded: Recorded) -> bool:
     """Whether a line of the logs may say why what is recorded happened."""
     own = recorded.found
     if each.t_unix is not None and own.t_unix is not None:
@@ -217,10 +217,10 @@ def _may_explain(each: Found, recorded: Recorded) -> bool:
 
 
 def _diagnosis(
-    root: Found,
-    alike: Sequence[Found],
+    root: Match,
+    alike: Sequence[Match],
     logs: Sequence[Scanned],
-    lines: Iterable[Found],
+    lines: Iterable[Match],
     unread: tuple[str, ...],
 ) -> Diagnosis:
     others = dict.fromkeys(
@@ -249,8 +249,8 @@ def _diagnosis(
     )
 
 
-def _sorted_out(logs: Iterable[Scanned], record: Record) -> _Seen:
-    seen = _Seen()
+def _sorted_out(logs: Iterable[Scanned], record: AgentsRecord) -> _Evidence:
+    seen = _Evidence()
     for log in logs:
         progressed = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
@@ -262,14 +262,14 @@ def _sorted_out(logs: Iterable[Scanned], record: Record) -> _Seen:
     return seen
 
 
-def _order(each: Found) -> tuple[Any, ...]:
+def _order(each: Match) -> tuple[Any, ...]:
     rank = each.signature.rank + (0.5 if each.warned else 0.0)
     # Lines without a time sort among themselves, by log and line; one line's as the table has them.
     place = list(classes()).index(each.signature.of.name)
     return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, place)
 
 
-def _near_in_time(failed: Sequence[Found]) -> list[Found]:
+def _near_in_time(failed: Sequence[Match]) -> list[Match]:
     """Leave out machine faults that are too far from the job's own failure to be its cause."""
     own = [f.t_unix for f in failed if f.signature.rank is not Rank.MACHINE and f.t_unix]
     if not own:
@@ -285,7 +285,7 @@ def _near_in_time(failed: Sequence[Found]) -> list[Found]:
     ]
 
 
-def _shown(alike: Sequence[Found]) -> tuple[Found, ...]:
+def _shown(alike: Sequence[Match]) -> tuple[Match, ...]:
     """Return the first lines of evidence, each once, none weaker than the root's."""
     lines = {each.order: each for each in reversed(alike)}
     best = alike[0].signature.rank
@@ -293,13 +293,13 @@ def _shown(alike: Sequence[Found]) -> tuple[Found, ...]:
     return tuple(shown[:_EVIDENCE])
 
 
-def _first_place(root: Found, alike: Sequence[Found]) -> tuple[int | None, str | None]:
+def _first_place(root: Match, alike: Sequence[Match]) -> tuple[int | None, str | None]:
     rank = next((f.rank for f in (root, *alike) if f.rank is not None), None)
     node = next((f.node for f in (root, *alike) if f.node is not None), None)
     return rank, node
 
 
-def _confidence(root: Found, alike: Sequence[Found], others: Iterable[str]) -> float:
+def _confidence(root: Match, alike: Sequence[Match], others: Iterable[str]) -> float:
     base = {
         Rank.MACHINE: 0.95,
         Rank.CAUSE: 0.9,
@@ -312,7 +312,7 @@ def _confidence(root: Found, alike: Sequence[Found], others: Iterable[str]) -> f
     return max(0.1, base - 0.02 * min(rivals, 5) + 0.01 * min(len(alike), 4) - 0.2 * root.warned)
 
 
-def _healthy(logs: Sequence[Scanned], seen: _Seen, unread: tuple[str, ...]) -> Diagnosis:
+def _healthy(logs: Sequence[Scanned], seen: _Evidence, unread: tuple[str, ...]) -> Diagnosis:
     num_bytes = sum(log.num_bytes for log in logs)
     if num_bytes == 0 or all(log.binary for log in logs if log.num_bytes):
         why = "nothing was written" if num_bytes == 0 else "these files are binary, not logs"
@@ -344,7 +344,7 @@ def _explained(
     logs: Iterable[Scanned], why: str, action: Remedy, rank: int | None
 ) -> tuple[str, Remedy, int | None]:
     """Say more of a collective's time-out, from what all ranks wrote about it."""
-    groups: dict[str, dict[int, Work]] = defaultdict(dict)
+    groups: dict[str, dict[int, TimedOut]] = defaultdict(dict)
     for log in logs:
         for work in log.works:
             groups[work.group].setdefault(work.rank, work)

@@ -114,7 +114,7 @@ _NOTES: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Match:
     """One line that has a signature."""
 
     signature: Signature
@@ -132,7 +132,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TimedOut:
     """A collective that ran out of time on a rank."""
 
     group: str
@@ -150,13 +150,13 @@ class Scanned:
     file: str
     num_bytes: int = 0
     num_lines: int = 0
-    found: list[Found] = field(default_factory=list)
+    found: list[Match] = field(default_factory=list)
     progress_after: int = 0
     """Lines of progress after the last finding."""
     progress: int = 0
     done: bool = False
     """The last word is of success."""
-    works: list[Work] = field(default_factory=list)
+    works: list[TimedOut] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """(rank, step) -> the samples that the rank says it read."""
     binary: bool = False
@@ -393,7 +393,7 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
             continue
         signature = signatures()[each]
         state.scanned.found.append(
-            Found(
+            Match(
                 signature=signature,
                 file=state.scanned.file,
                 line=line,
@@ -453,7 +453,7 @@ def _note(text: str, scanned: Scanned) -> None:
         if match := _WORK.search(text):
             group, rank, number, operation, elements, enqueued = match.groups()
             scanned.works.append(
-                Work(
+                TimedOut(
                     group or "",
                     int(rank),
                     int(number),

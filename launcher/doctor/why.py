@@ -26,7 +26,7 @@ from launcher.record import stop_request
 from launcher.record.event import describe, named, worker_rank
 from launcher.record.run_files import ATTEMPT, attempt_order
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.findings import Finding, Kind
+from launcher.runs.watching.findings import Finding, FindingKind
 from launcher.runs.watching.run_status import RunStatus, headline, platform_text
 from launcher.runs.watching.texts import when
 
@@ -144,7 +144,7 @@ def _running(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
     training, state = status.training, status.state
     found = status.findings(now_unix)
     wrong = [str(each) for each in found]
-    told = any(each.kind in (Kind.SUSPENDED, Kind.NODE_BROKE) for each in found)
+    told = any(each.kind in (FindingKind.SUSPENDED, FindingKind.NODE_BROKE) for each in found)
     platform = []
     if status.platform.words and not told:  # as of a node that is away
         platform = [f"{status.target}: {platform_text(status)}"]

@@ -10,7 +10,7 @@ from typing import Any
 from elastic_trainer.plan.gpus import uuids_in
 from launcher.fleet.ledger import Fleet, writer
 from launcher.fleet.preflight.checks import Expected, NodeReport
-from launcher.fleet.preflight.nodes import Preflight, Where
+from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.platforms.base import Backend, Machine, Machines
 from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
 from launcher.spec.errors import UserError
@@ -168,7 +168,7 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     """
     if target != "slurm":
         raise UserError("HF692", f"there is no check on {target}; check them, then use --force")
-    where = Where(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
+    where = NodeSelection(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
     round_ = Preflight(where=where, folder=folder, say=lambda _: None)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
     reports = round_.run(expected, names=(), skip=("storage",), timeout_s=CHECK_S)

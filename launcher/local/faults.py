@@ -62,7 +62,7 @@ class FaultAction(enum.StrEnum):
     """There is space again."""
 
 
-class Phase(enum.StrEnum):
+class FaultPhase(enum.StrEnum):
     """What a fault may strike in the middle of, instead of in steady training."""
 
     RENDEZVOUS = "rendezvous"
@@ -76,7 +76,7 @@ class Phase(enum.StrEnum):
 
 
 _ACTIONS = {**{str(action): str(action) for action in FaultAction}, "stop-node": "pause-node"}
-_PHASES = {str(phase): str(phase) for phase in Phase}
+_PHASES = {str(phase): str(phase) for phase in FaultPhase}
 _NEEDS_TARGET = {
     FaultAction.KILL_NODE,
     FaultAction.KILL_AGENT,
@@ -105,9 +105,9 @@ _FORM = re.compile(
 )
 
 _BEGINS = {
-    "run.started": Phase.RENDEZVOUS,
-    "epoch.aborted": Phase.RENDEZVOUS,
-    "checkpoint.started": Phase.SAVE,
+    "run.started": FaultPhase.RENDEZVOUS,
+    "epoch.aborted": FaultPhase.RENDEZVOUS,
+    "checkpoint.started": FaultPhase.SAVE,
 }
 
 VALID_FORMS = (
@@ -133,7 +133,7 @@ class Fault:
     """Index of the node (node0 is 0), the rank for a worker, KiB for a disk; None: see the action.
     """
     step: int
-    phase: Phase | None = None
+    phase: FaultPhase | None = None
 
     @property
     def brings_back(self) -> bool:
@@ -182,7 +182,7 @@ def parse_fault(
     action = FaultAction(_known(text, "action", match["action"], _ACTIONS))
     phase = None
     if match["phase"] is not None:
-        phase = Phase(_known(text, "phase", match["phase"], _PHASES))
+        phase = FaultPhase(_known(text, "phase", match["phase"], _PHASES))
     target = None if match["target"] is None else int(match["target"])
     step = int(match["step"])
     _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
@@ -226,16 +226,16 @@ def parse_faults(
     return tuple(sorted(faults, key=lambda fault: fault.step))
 
 
-def phases_begun(events: Iterable[Event]) -> frozenset[Phase]:
+def phases_begun(events: Iterable[Event]) -> frozenset[FaultPhase]:
     """Return the phases that begin with one of `events`."""
     begun = set()
     for event in events:
         if event.event in _BEGINS:
             begun.add(_BEGINS[event.event])
         elif event.event == "recovery.phase" and event.fields.get("phase") == "model":
-            begun.add(Phase.RESTORE)  # it comes next
+            begun.add(FaultPhase.RESTORE)  # it comes next
         elif event.event == "trainer.stopping" and event.fields.get("why") == "growth":
-            begun.add(Phase.GROWTH)
+            begun.add(FaultPhase.GROWTH)
     return frozenset(begun)
 
 

@@ -43,7 +43,7 @@ from launcher.runs.checkpoints.commits import refuse_foreign
 from launcher.runs.checkpoints.start_from import corpus_pin, start_from
 from launcher.runs.live import live_problems
 from launcher.runs.permissions import check_run_dir
-from launcher.runs.runs import Run
+from launcher.runs.runs import StoredRun
 from launcher.runs.summary_file import audit_ledger, write_summary
 from launcher.runs.views import View
 from launcher.runs.watching.run_status import RunStatus
@@ -55,7 +55,7 @@ MAX_NODES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """A run that is ready to start; its directory exists."""
 
     run_dir: Path
@@ -99,7 +99,7 @@ def prepare_new(
     run_dir: Path | None,
     stamp: str,
     start: str | None = None,
-) -> Prepared:
+) -> PreparedRun:
     """Read, plan and render `job` into a new run directory.
 
     Args:
@@ -152,7 +152,7 @@ def prepare_new(
 
 def prepare_resume(
     run_dir: Path, *, nodes: int | None, faults: Sequence[str], chaos: str | None = None
-) -> Prepared | None:
+) -> PreparedRun | None:
     """Return the next attempt of an earlier run; None: it has done its last step.
 
     Raises:
@@ -180,7 +180,7 @@ def _prepared(
     nodes: int | None,
     faults: Sequence[str],
     chaos: str | None,
-) -> Prepared:
+) -> PreparedRun:
     """Return the attempt that the options ask for; nothing is made.
 
     Raises:
@@ -189,7 +189,7 @@ def _prepared(
     need("a run on this machine", "torch", extra="train")
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
-    return Prepared(
+    return PreparedRun(
         run_dir=directory,
         rendered=rendered,
         narrowed=narrowed,
@@ -205,7 +205,7 @@ def _is_end(event: Event) -> bool:
     return stopped or event.event == "trainer.finished"
 
 
-def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> AttemptResult:
+def execute(prepared: PreparedRun, *, interrupts: Interrupts, view: View) -> AttemptResult:
     """Run one attempt to its end, and write summary.json. Leaves no process behind.
 
     Raises:
@@ -252,7 +252,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Attemp
     )
     write_summary(directory, summary)
     status = RunStatus(
-        run=Run(path=directory, submission=None, shown=str(directory)),
+        run=StoredRun(path=directory, submission=None, shown=str(directory)),
         target="local",
         job=JobRef(id=job_id),
         platform=JobStatus(state=state_of(code), code=code),

@@ -16,7 +16,7 @@ from launcher.local.faults import (
     ChaosSchedule,
     Fault,
     FaultAction,
-    Phase,
+    FaultPhase,
     phases_begun,
 )
 from launcher.platforms.local import LocalCluster
@@ -128,7 +128,7 @@ class LocalRun:
                 return True
         return False
 
-    def _strike(self, pending: list[Fault], begun: frozenset[Phase]) -> list[Fault]:
+    def _strike(self, pending: list[Fault], begun: frozenset[FaultPhase]) -> list[Fault]:
         """Inject what is due; return what is not.
 
         A parked job gets its nodes back at once. A run that says nothing may have no room to say it

@@ -133,7 +133,7 @@ def _within(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptResult:
+class AttemptOutcome:
     """What came of an attempt."""
 
     code: int
@@ -162,7 +162,7 @@ def attempt_result(
     at_limit: bool = False,
     step_code: int | None = None,
     refusal: str = "",
-) -> AttemptResult:
+) -> AttemptOutcome:
     """Say what came of attempt `name`. srun's code decides nothing: it lies after a node loss.
 
     Args:
@@ -174,17 +174,17 @@ def attempt_result(
         refusal: Slurm's words, or a node's, where no agent could be started.
     """
     if state.finished:
-        return AttemptResult(code=EXIT_DONE, failed=False, reason="the last step is done")
+        return AttemptOutcome(code=EXIT_DONE, failed=False, reason="the last step is done")
     ended = end_of(state, name)
     if refusal and not began(state, name):
         reason = f"HF677 no agent could be started: {refusal}"
-        return AttemptResult(code=EXIT_DO_NOT_RESTART, failed=True, reason=reason)
+        return AttemptOutcome(code=EXIT_DO_NOT_RESTART, failed=True, reason=reason)
     code, reason = (ended.code, ended.reason) if ended else _of_exits(exits, step_code)
     if code == EXIT_FAILED:
-        return AttemptResult(
+        return AttemptOutcome(
             code=EXIT_TOO_FEW_NODES, failed=True, reason=f"agents failed: {reason}"
         )
-    return AttemptResult(code=code, failed=code == EXIT_SAVED and at_limit, reason=reason)
+    return AttemptOutcome(code=code, failed=code == EXIT_SAVED and at_limit, reason=reason)
 
 
 def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
@@ -211,8 +211,8 @@ def a_few(nodes: Sequence[str]) -> str:
 
 
 def within_restarts(
-    found: AttemptResult, *, restart: str, done: int, most: int | None, stop_asked: bool
-) -> AttemptResult:
+    found: AttemptOutcome, *, restart: str, done: int, most: int | None, stop_asked: bool
+) -> AttemptOutcome:
     """Return `found`, or 94 where the job would continue but may not once more.
 
     Args:

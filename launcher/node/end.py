@@ -20,7 +20,7 @@ from launcher.node.attempt import Attempt
 from launcher.node.decide import (
     EXIT_LEFT,
     REQUEUES,
-    AttemptResult,
+    AttemptOutcome,
     attempt_result,
     began,
     near_limit,
@@ -38,7 +38,7 @@ SUMMARY_S = 60
 """So much of the time before the signal lead may go to the summary."""
 
 
-def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> AttemptResult:
+def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> AttemptOutcome:
     """Find out what came of an attempt and write it down.
 
     Args:
@@ -82,7 +82,7 @@ def _failed_alike(attempt: Attempt, exits: Mapping[str, int]) -> str:
 
 
 def note_end(
-    attempt: Attempt, found: AttemptResult, *, first: bool = False, began: bool = True
+    attempt: Attempt, found: AttemptOutcome, *, first: bool = False, began: bool = True
 ) -> None:
     """Write down what came of an attempt; storage that fails must not change the code.
 

@@ -128,7 +128,7 @@ def to_start_again(
     return tuple(node for node in silent if allocated is None or node in allocated)
 
 
-class Steps:
+class SlurmSteps:
     """All steps of an attempt.
 
     Args:
@@ -326,5 +326,5 @@ def serve(
         return Srun(argv, own)
 
     with taken_signals((*ASKS, signal.SIGCHLD)) as wait:
-        steps = Steps(attempt, nodes, command, start=start, commands=SystemCommands())
+        steps = SlurmSteps(attempt, nodes, command, start=start, commands=SystemCommands())
         return steps.serve(wait)

@@ -18,7 +18,7 @@ from launcher.plan.clock import save_warnings
 from launcher.plan.snapshots import Snapshots, snapshots
 from launcher.spec.errors import Problem
 from launcher.spec.memory import GIB
-from launcher.spec.rules import Facts, divisors, layout_findings, schedule_runs
+from launcher.spec.rules import JobFacts, divisors, layout_findings, schedule_runs
 from launcher.spec.spec import JobSpec
 
 
@@ -58,7 +58,7 @@ def plan(spec: JobSpec) -> Plan:
 
 
 def _rungs(
-    facts: Facts, top: ParallelLayout, min_nodes: int, sizes: Container[int]
+    facts: JobFacts, top: ParallelLayout, min_nodes: int, sizes: Container[int]
 ) -> Iterator[Rung]:
     """Yield the rungs from most nodes to fewest, the top one first."""
     reductions = _reductions(facts, top)
@@ -90,7 +90,7 @@ def _rungs(
         )
 
 
-def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
+def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yield layouts of one replica in the order of giving up: `top`'s, less pp, less cp, less tp.
 
     Only what stays legal however many replicas there are; the rest is for the
@@ -108,7 +108,7 @@ def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
         replica = _with(replica, axis, 1)
 
 
-def _smaller_degrees(facts: Facts, axis: str, degree: int) -> list[int]:
+def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
     """Return the degrees below `degree` that may be legal, largest first.
 
     What the rules would refuse anyway is left out early: there may be thousands.
@@ -126,7 +126,7 @@ def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
     return ParallelLayout.from_dict({**layout.to_dict(), axis: degree})
 
 
-def _usable(facts: Facts, layout: ParallelLayout) -> bool:
+def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
     """Return whether a lower rung may use `layout`.
 
     Micro-batches that the interleaved schedule cannot run (HF111) are no
@@ -135,7 +135,7 @@ def _usable(facts: Facts, layout: ParallelLayout) -> bool:
     return all(finding.code == "HF111" for finding in layout_findings(facts, layout))
 
 
-def _fitting(facts: Facts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
+def _fitting(facts: JobFacts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
     """Return `layout` with the most copies of the parameters, up to `top`'s, that fits.
 
     A copy on fewer ranks needs more of each, so copies are given up before the rung. None: not even
@@ -152,13 +152,13 @@ def _fitting(facts: Facts, layout: ParallelLayout, top: ParallelLayout) -> Paral
     return None
 
 
-def _ep(facts: Facts, dp_shard: int, wanted: int) -> int:
+def _ep(facts: JobFacts, dp_shard: int, wanted: int) -> int:
     """Return the largest ep, up to the one wanted, that divides ranks and experts."""
     both = math.gcd(dp_shard, facts.shape.num_experts)
     return next(degree for degree in divisors(both) if degree <= wanted)
 
 
-def num_rounds(facts: Facts, layout: ParallelLayout) -> int:
+def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:
     """Return the micro-batches every dp rank runs per step, padded ones included.
 
     ceil(M / dp), and on up to the next number the pipeline schedule can run.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from elastic_trainer.board.kubernetes_board import Server
-    from launcher.platforms.commands import Answer
+    from launcher.platforms.commands import CommandResult
     from launcher.spec.errors import Problem
 
 JobId = NewType("JobId", str)
@@ -209,7 +209,9 @@ class RemoteExec(Protocol):
     def remote_paths(self, job: JobRef) -> tuple[str, str]:
         """Return the interpreter with holdfast and the run directory, as the nodes have them."""
 
-    def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
+    def run_on(
+        self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float
+    ) -> CommandResult:
         """Run a command beside the agent of `node`, to its end."""
 
     def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
@@ -257,7 +259,7 @@ class Machines(Protocol):
 
 
 @runtime_checkable
-class Notices(Protocol):
+class ChangeFeed(Protocol):
     """What a platform offers besides that notifies of changes."""
 
     def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:

@@ -23,7 +23,7 @@ MAX_SAID = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CommandResult:
     """What a command said."""
 
     argv: tuple[str, ...]
@@ -47,7 +47,7 @@ class TimedOutError(TemporaryError):
 class Commands(Protocol):
     """What backends ask for; `SystemCommands` is the real one."""
 
-    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Answer:
+    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
         """Run one command to its end.
 
         Raises:
@@ -73,7 +73,7 @@ class SystemCommands:
         self._env = dict(os.environ if env is None else env)
         self._fix = fix or {}
 
-    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Answer:
+    def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
         """Run one command to its end; see `Commands`."""
         try:
             process = subprocess.Popen(
@@ -100,7 +100,7 @@ class SystemCommands:
                         f"{_shown(argv)} did not answer within {timeout_s:g} s"
                     ) from None
                 raise
-        return Answer(
+        return CommandResult(
             argv=tuple(argv),
             code=process.returncode,
             out=out.decode("utf-8", errors="replace"),

@@ -29,7 +29,7 @@ from launcher.platforms.targets import target_named
 from launcher.spec.errors import UserError, Where
 from launcher.spec.source import MAX_BYTES, read_source
 from launcher.spec.spec import JobSpec, keys_of
-from launcher.spec.values import Section
+from launcher.spec.values import SpecSection
 
 VARIABLE: Final = "HOLDFAST_SITES"
 """Names a file of sites, which is then the only one."""
@@ -42,7 +42,7 @@ _SET_KEY: Final = re.compile(r"[\w-]+")
 """What a --set takes for one key."""
 
 
-class Site(Section):
+class Site(SpecSection):
     """A cluster."""
 
     target: str | None = Field(None, description="slurm, pytorchjob, jobset, trainjob or local.")

@@ -76,7 +76,7 @@ class GpuTime:
         return {cause: round(seconds / _HOUR_S, 4) for cause, seconds in hours.items()}
 
 
-class Attempt(NamedTuple):
+class AttemptTime(NamedTuple):
     """From one start of a run's agents to their end."""
 
     begun_t: float
@@ -138,7 +138,7 @@ def total(accounts: Iterable[GpuTime]) -> GpuTime:
     return found
 
 
-def attempts(events: Sequence[Event]) -> list[Attempt]:
+def attempts(events: Sequence[Event]) -> list[AttemptTime]:
     """Return when each attempt began and ended, and how many nodes it had."""
     begun = [index for index, event in enumerate(events) if event.event == "run.started"]
     if any(_nodes_of(event) for event in events[: next(iter(begun), len(events))]):
@@ -152,7 +152,7 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
         last_t = (ended or of_attempt)[-1].t_unix
         told = ended[-1].fields.get("code") if ended else None
         code = told if isinstance(told, int) else None
-        found.append(Attempt(events[index].t_unix, last_t, nodes, code))
+        found.append(AttemptTime(events[index].t_unix, last_t, nodes, code))
     return found
 
 
@@ -163,7 +163,7 @@ def _nodes_of(event: Event) -> list[Any]:
     return [node for part in parts if isinstance(part, list) for node in part]
 
 
-def _slices(begun: Iterable[Attempt], events: Sequence[Event]) -> Iterator[_Slice]:
+def _slices(begun: Iterable[AttemptTime], events: Sequence[Event]) -> Iterator[_Slice]:
     """Divide attempts: before the first epoch all GPUs do one thing, then members and others."""
     spans = epochs(events)
     counts = {(done.epoch, done.step) for done in lineage(spans)}
@@ -208,7 +208,7 @@ def _duration(done: StepDone, *, first: bool, since_last_s: float) -> float:
     return 0.0 if first else since_last_s
 
 
-def _waits(begun: Sequence[Attempt], submitted: Iterable[float]) -> Iterator[_Slice]:
+def _waits(begun: Sequence[AttemptTime], submitted: Iterable[float]) -> Iterator[_Slice]:
     """Yield the wait of each submission that an attempt followed."""
     for submit_t in sorted(submitted):
         after = next((each for each in begun if each.begun_t >= submit_t), None)

@@ -2,7 +2,7 @@
 
 One failure leaves many traces: workers of other nodes fail with it, several
 nodes miss the same one, some only after the next epoch has begun. Here they
-become one `Failure` each, with its time and its phases.
+become one `RunFailure` each, with its time and its phases.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _WEIGHT: Final = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Failure:
+class RunFailure:
     """One node or worker that failed, and what the run made of it."""
 
     kind: str
@@ -106,7 +106,7 @@ class Failure:
         }
 
 
-def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failure]:
+def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[RunFailure]:
     """Return the failures in order of time.
 
     For each epoch the evidence about it is gathered by node: injected faults,
@@ -116,7 +116,7 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failur
     """
     started = [event for event in events if event.event == "agent.started"]
     timed = [event for event in events if event.event == "recovery.phase"]
-    found: list[Failure] = []
+    found: list[RunFailure] = []
     for index, evidence in enumerate(_by_epoch(events, spans)):
         span, later = spans[index], spans[index + 1 :]
         after = next((each for each in later if each.steps), None)
@@ -168,11 +168,11 @@ def _by_epoch(events: Iterable[Event], spans: Sequence[EpochSpan]) -> list[list[
     return found
 
 
-def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> list[Failure]:
+def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> list[RunFailure]:
     """Merge the evidence about one epoch, which ended at `ended_t`, into one Failure per node."""
     aborts = [event for event in evidence if event.event == "epoch.aborted"]
     victims = [node for event in aborts for node in node_names(event.fields.get("victims"))]
-    by_node: dict[str | None, Failure] = {}
+    by_node: dict[str | None, RunFailure] = {}
     for event in evidence:
         failure = _failure_of(event, span, victims)
         if failure is None:
@@ -204,7 +204,7 @@ def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> 
     return found
 
 
-def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> Failure | None:
+def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> RunFailure | None:
     """Return the failure that `event` alone is evidence of; None: of none."""
     fields, kind = event.fields, str(event.fields.get("kind") or "")
     match event.event:
@@ -227,9 +227,9 @@ def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> Failur
 
 def _new(
     event: Event, span: EpochSpan, *, kind: str, node: str | None, injected: str | None = None
-) -> Failure:
+) -> RunFailure:
     done = (done.step for done in span.steps.values() if done.t <= event.t_unix)
-    return Failure(
+    return RunFailure(
         kind=str(kind),
         node=node,
         rank=worker_rank(event),
@@ -242,7 +242,9 @@ def _new(
     )
 
 
-def _measure(failure: Failure, span: EpochSpan, after: EpochSpan, timed: Iterable[Event]) -> None:
+def _measure(
+    failure: RunFailure, span: EpochSpan, after: EpochSpan, timed: Iterable[Event]
+) -> None:
     """Fill in how the run recovered from `failure` of `span`, with the steps of `after`.
 
     Of a phase that several nodes timed the longest counts. `detect` and `form_epoch` span several

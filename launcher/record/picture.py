@@ -11,7 +11,7 @@ from typing import Any, Final
 from elastic_trainer.record.events import Event
 from launcher.record.cost import GpuTime, gpu_time_since
 from launcher.record.excluded import excluded_machines
-from launcher.record.failures import Failure, failures
+from launcher.record.failures import RunFailure, failures
 from launcher.record.status import TrainingStatus
 from launcher.record.timeline import epochs, lineage
 
@@ -49,7 +49,7 @@ class Picture:
     """GPU-seconds by cause over the last hour."""
     window_s: float = 0.0
     """How much time that is."""
-    failures: Sequence[Failure] = ()
+    failures: Sequence[RunFailure] = ()
     """The newest last."""
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_SAVED
 from elastic_trainer.record.ledger_audit import LedgerAudit
 from launcher.record.excluded import excluded_machines
-from launcher.record.failures import Failure, failures
+from launcher.record.failures import RunFailure, failures
 from launcher.record.status import saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
 
@@ -191,7 +191,7 @@ def _layouts(spans: Iterable[EpochSpan], counted: Iterable[StepDone]) -> list[di
     return found
 
 
-def _growths(spans: Iterable[EpochSpan], failed: Iterable[Failure]) -> list[dict[str, Any]]:
+def _growths(spans: Iterable[EpochSpan], failed: Iterable[RunFailure]) -> list[dict[str, Any]]:
     ended_by_failure = {failure.epoch for failure in failed if failure.recovered_s != 0.0}
     found = []
     for before, after in pairwise(spans):

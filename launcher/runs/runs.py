@@ -75,7 +75,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StoredRun:
     """A run directory, and how its newest submission is known to the platform."""
 
     path: Path
@@ -131,7 +131,7 @@ def submit_times(run_dir: Path) -> list[float]:
     return [float(each) for each in {*times} if isinstance(each, int | float)]
 
 
-def find_run(name: str, folder: Path) -> Run:
+def find_run(name: str, folder: Path) -> StoredRun:
     """Return the run that `name` means: a path, a name under `folder`, or a job's id.
 
     Args:
@@ -161,7 +161,7 @@ def find_run(name: str, folder: Path) -> Run:
     )
 
 
-def find_runs(folder: Path) -> Iterable[Run]:
+def find_runs(folder: Path) -> Iterable[StoredRun]:
     """Yield the runs of `folder`, by name: its folders, and those of its sweeps."""
     try:
         paths = sorted(folder.iterdir())
@@ -174,7 +174,7 @@ def find_runs(folder: Path) -> Iterable[Run]:
             yield from runs_of_sweep(path)
 
 
-def find_users_runs(folder: Path) -> tuple[list[Run], list[str]]:
+def find_users_runs(folder: Path) -> tuple[list[StoredRun], list[str]]:
     """Return the runs of `folder` and of each user's folder in it, and what could not be read."""
     found, problems = list(find_runs(folder)), []
     try:
@@ -200,7 +200,7 @@ def find_sweep(name: str, folder: Path) -> Path | None:
     return None
 
 
-def runs_of_sweep(path: Path) -> list[Run]:
+def runs_of_sweep(path: Path) -> list[StoredRun]:
     """Return the runs of a sweep's tasks, by index."""
     tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
     return [_run(task, str(task)) for task in sorted(tasks, key=lambda task: int(task.name))]
@@ -216,7 +216,7 @@ def is_run(path: Path) -> bool:
     return (path / JOB_JSON).is_file()
 
 
-def current_job(run: Run) -> JobRef:
+def current_job(run: StoredRun) -> JobRef:
     """Return the job that carries `run` now, or carried it last.
 
     A successor carries it once the job before it has ended.
@@ -231,7 +231,7 @@ def current_job(run: Run) -> JobRef:
     return job
 
 
-def jobs_of(run: Run) -> list[JobRef]:
+def jobs_of(run: StoredRun) -> list[JobRef]:
     """Return the job of the newest submission and those that follow it in a chain, in order.
 
     With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
@@ -284,11 +284,11 @@ def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
     return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
 
 
-def _run(path: Path, shown: str) -> Run:
+def _run(path: Path, shown: str) -> StoredRun:
     where = path.absolute()
     try:
         submission = read_submitted(where)
         submission = _by_hand(where, submission) or submission
-        return Run(path=where, submission=submission, shown=shown)
+        return StoredRun(path=where, submission=submission, shown=shown)
     except UserError as error:
-        return Run(path=where, submission=None, shown=shown, problem=error.message)
+        return StoredRun(path=where, submission=None, shown=shown, problem=error.message)

@@ -16,7 +16,7 @@ from launcher.spec.hardware import CPU, GPUS
 from launcher.spec.pod_patch import RESERVED, own_fields
 from launcher.spec.requests import request_findings
 from launcher.spec.rules import (
-    Finding,
+    BrokenRule,
     auto_finding,
     crosses_nodes,
     divisors,
@@ -46,7 +46,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     `bad` are keys whose value was wrong and has been replaced to get this far:
     what depends on them is left out, since it would name values nobody wrote.
     """
-    found: list[Finding] = [
+    found: list[BrokenRule] = [
         *_layout(spec, bad),
         *_sections(spec),
         *_numbers(spec),
@@ -62,7 +62,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     return [_problem(spec, each) for each in found if not _touches(bad, each.needs)]
 
 
-def _problem(spec: JobSpec, found: Finding) -> Problem:
+def _problem(spec: JobSpec, found: BrokenRule) -> Problem:
     """Return the problem; where nothing can be offered, its message has the code's own fix."""
     where = spec.source.where_key(found.key)
     problem = Problem(found.code, where, found.message, found.offers or ())
@@ -78,7 +78,7 @@ def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:
     )
 
 
-def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
+def _layout(spec: JobSpec, bad: set[str]) -> Iterator[BrokenRule]:
     facts, want = spec.facts, spec.layout
     dp = max(1, spec.dp)
     layout = ParallelLayout(dp=dp, tp=want.tp, pp=want.pp, cp=want.cp, order=want.order)
@@ -126,7 +126,7 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
         )
 
 
-def _sections(spec: JobSpec) -> Iterator[Finding]:
+def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
     layout, cluster, elastic = spec.layout, spec.cluster, spec.elastic
     if layout.schedule == "interleaved" and layout.interleave < 2:
         message = "interleaved is for two or more stages per rank"
@@ -178,7 +178,7 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", offers=tenth)
 
 
-def _float8(spec: JobSpec) -> Iterator[Finding]:
+def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield what keeps the layers' products from float8; HF132 has their dimensions."""
     train, gpu = spec.train, spec.cluster.gpu
     if not train.float8 or spec.command is not None:
@@ -203,7 +203,7 @@ def _float8(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF190", key, message, "train.compile", "cluster.gpu", offers=offers)
 
 
-def _sizes(spec: JobSpec) -> Iterator[Finding]:
+def _sizes(spec: JobSpec) -> Iterator[BrokenRule]:
     sizes, nodes, least = spec.elastic.sizes, spec.cluster.nodes, spec.elastic.min_nodes or 1
     if sizes is None:
         return
@@ -218,7 +218,7 @@ def _sizes(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF135", "elastic.sizes", message, "cluster.nodes", offers=offers)
 
 
-def _validation(spec: JobSpec) -> Iterator[Finding]:
+def _validation(spec: JobSpec) -> Iterator[BrokenRule]:
     if spec.validation is None:
         return
     if spec.command is not None:
@@ -229,7 +229,7 @@ def _validation(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF187", "validation.path", message, "data.path")
 
 
-def _numbers(spec: JobSpec) -> Iterator[Finding]:
+def _numbers(spec: JobSpec) -> Iterator[BrokenRule]:
     key, replicas = "numbers.replica_check_steps", spec.layout.dp_replicate
     if spec.numbers.replica_check_steps is None or replicas >= 3:
         return
@@ -244,7 +244,7 @@ def _numbers(spec: JobSpec) -> Iterator[Finding]:
     yield finding("HF157", key, message, "layout", offers=offers)
 
 
-def _env(spec: JobSpec) -> Iterator[Finding]:
+def _env(spec: JobSpec) -> Iterator[BrokenRule]:
     for name in spec.env.variables:
         key = f"env.variables.{name}"
         if name in spec.env.secrets:
@@ -252,7 +252,7 @@ def _env(spec: JobSpec) -> Iterator[Finding]:
             yield finding("HF016", key, message, "env.secrets")
 
 
-def _slurm(spec: JobSpec) -> Iterator[Finding]:
+def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
     """What contradicts itself in `slurm:`, whatever the job is run on."""
     slurm = spec.slurm
     if slurm.gres is not None and slurm.gpu_type is not None:
@@ -290,14 +290,14 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
-def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[Finding]:
+def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[BrokenRule]:
     if wish.fabric_devices is not None and wish.fabric not in ("infiniband", "roce"):
         key, message = f"{section}.fabric", f"fabric: {wish.fabric} has no such devices"
         offers = instead(key, ["infiniband", "roce"])
         yield finding("HF016", f"{section}.fabric_devices", message, key, offers=offers)
 
 
-def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
+def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
     """What contradicts itself in `kubernetes:`, whatever the job is run on."""
     wish, pods = spec.kubernetes, spec.cluster.nodes + spec.cluster.spares
     if wish.restart_limit is not None and wish.restart_limit < pods:
@@ -323,7 +323,7 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF737", "kubernetes.pod_patch", message, "kubernetes")
 
 
-def _mounts(wish: Kubernetes) -> Iterator[Finding]:
+def _mounts(wish: Kubernetes) -> Iterator[BrokenRule]:
     """Yield two things at one place of the pods, and names that are taken."""
     mounts = {wish.mount: "mount", **dict.fromkeys(_TAKEN, "holdfast's own")}
     for name, volume in wish.volumes.items():
@@ -338,12 +338,12 @@ def _mounts(wish: Kubernetes) -> Iterator[Finding]:
         yield _pod_finding("mount", f"{wish.mount} is holdfast's own; mount the claim elsewhere")
 
 
-def _pod_finding(key: str, message: str, *needs: str) -> Finding:
+def _pod_finding(key: str, message: str, *needs: str) -> BrokenRule:
     keys = {f"kubernetes.{name}" for name in (key.partition(".")[0], *needs)}
-    return Finding("HF016", f"kubernetes.{key}", message, frozenset(keys))
+    return BrokenRule("HF016", f"kubernetes.{key}", message, frozenset(keys))
 
 
-def _family(spec: JobSpec) -> Iterator[Finding]:
+def _family(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield keys of a family or plug-in that the model is not of."""
     if isinstance(spec.model, str):
         return
@@ -364,7 +364,7 @@ def _family(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF016", f"model.{key}", message, "model.family", offers=offers)
 
 
-def _model(spec: JobSpec) -> Iterator[Finding]:
+def _model(spec: JobSpec) -> Iterator[BrokenRule]:
     shape = spec.shape
     yield from _family(spec)
     for field, message, usable in dimension_mistakes(shape):

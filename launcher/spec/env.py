@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from launcher.spec.values import Section, Text, plain_text, refuse
+from launcher.spec.values import SpecSection, Text, plain_text, refuse
 
 _NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
 _OURS: Final = (
@@ -71,7 +71,7 @@ def _secret_ref(value: str) -> str:
     return value
 
 
-class Secret(Section):
+class SecretRef(SpecSection):
     """Where a secret is read when the job starts."""
 
     file: Text | None = Field(None, description="A file that the job's user can read on the nodes.")
@@ -94,7 +94,7 @@ class Secret(Section):
         return self
 
 
-class Env(Section):
+class Env(SpecSection):
     """What the workers run in: a venv or an image, or else the launcher's own environment."""
 
     venv: Text | None = Field(None, description="A virtual environment on shared storage.")
@@ -102,7 +102,7 @@ class Env(Section):
     variables: dict[VariableName, Value] = Field(
         default_factory=dict, description="Environment variables: name -> value."
     )
-    secrets: dict[VariableName, Secret] = Field(
+    secrets: dict[VariableName, SecretRef] = Field(
         default_factory=dict,
         description="Variable -> {file: PATH}, {env: NAME} or, on Kubernetes, "
         "{kubernetes: NAME/KEY}; never the value itself.",

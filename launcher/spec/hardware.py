@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 
-class Gpu(NamedTuple):
+class Accelerator(NamedTuple):
     """One accelerator."""
 
     bf16_tflops: float | None
@@ -36,21 +36,21 @@ class Gpu(NamedTuple):
         return 0.8 * {4: 31.5, 5: 63.0}[self.pcie]
 
 
-GPUS: Final[dict[str, Gpu]] = {
-    "A100-40GB-SXM": Gpu(312, 40, 1.555, 300, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-SXM": Gpu(312, 80, 2.0, 300, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-PCIe": Gpu(312, 80, 1.94, 300, 2, 200, 252.9, pcie=4, float8=False),
-    "A800-80GB-SXM": Gpu(312, 80, 2.0, 200, 8, 200, None, pcie=4, float8=False),
-    "H100-80GB-SXM": Gpu(989, 80, 3.35, 450, 8, 400, 794.5),
-    "H100-80GB-PCIe": Gpu(756, 80, 2.0, 300, 2, 400, None),
-    "H100-96GB-HBM2e-500W": Gpu(None, 96, 2.4, 450, 8, 400, None),
-    "H200-141GB-SXM": Gpu(989, 141, 4.8, 450, 8, 400, 794.5),
-    "B200": Gpu(2250, 180, 8.0, 900, 8, 400, 1745.0),
-    "GB200": Gpu(2500, 186, 8.0, 900, 72, 400, 1822.0),
-    "B300": Gpu(2250, 288, 8.0, 900, 8, 800, 1769.0),
-    "GB300": Gpu(2500, 288, 8.0, 900, 72, 800, None),
-    "MI250X": Gpu(383, 128, 3.28, 350, 8, 200, None, pcie=4, float8=False),
-    "MI300X": Gpu(1307, 192, 5.3, 448, 8, 400, 668.4),
+GPUS: Final[dict[str, Accelerator]] = {
+    "A100-40GB-SXM": Accelerator(312, 40, 1.555, 300, 8, 200, 271.2, pcie=4, float8=False),
+    "A100-80GB-SXM": Accelerator(312, 80, 2.0, 300, 8, 200, 271.2, pcie=4, float8=False),
+    "A100-80GB-PCIe": Accelerator(312, 80, 1.94, 300, 2, 200, 252.9, pcie=4, float8=False),
+    "A800-80GB-SXM": Accelerator(312, 80, 2.0, 200, 8, 200, None, pcie=4, float8=False),
+    "H100-80GB-SXM": Accelerator(989, 80, 3.35, 450, 8, 400, 794.5),
+    "H100-80GB-PCIe": Accelerator(756, 80, 2.0, 300, 2, 400, None),
+    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 2.4, 450, 8, 400, None),
+    "H200-141GB-SXM": Accelerator(989, 141, 4.8, 450, 8, 400, 794.5),
+    "B200": Accelerator(2250, 180, 8.0, 900, 8, 400, 1745.0),
+    "GB200": Accelerator(2500, 186, 8.0, 900, 72, 400, 1822.0),
+    "B300": Accelerator(2250, 288, 8.0, 900, 8, 800, 1769.0),
+    "GB300": Accelerator(2500, 288, 8.0, 900, 72, 800, None),
+    "MI250X": Accelerator(383, 128, 3.28, 350, 8, 200, None, pcie=4, float8=False),
+    "MI300X": Accelerator(1307, 192, 5.3, 448, 8, 400, 668.4),
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
 

@@ -19,7 +19,7 @@ from launcher.spec.values import (
     DNS_SUBDOMAIN,
     Count,
     Seconds,
-    Section,
+    SpecSection,
     Text,
     is_label_key,
     refuse,
@@ -150,7 +150,7 @@ Id = Annotated[int, Field(ge=0, le=MAX_INT32)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
-class Topology(Section):
+class Topology(SpecSection):
     """Pods near to each other: one of the two."""
 
     required: LabelKey | None = Field(
@@ -167,7 +167,7 @@ class Topology(Section):
         return self
 
 
-class Toleration(Section):
+class Toleration(SpecSection):
     """A taint of nodes that pods tolerate."""
 
     key: LabelKey | None = Field(None, description="The taint's key; null: every taint.")
@@ -193,7 +193,7 @@ class Toleration(Section):
         return self
 
 
-class Volume(Section):
+class Volume(SpecSection):
     """A folder of the pods that is not the image's."""
 
     mount: MountPath = Field(description="Where it is in the pods.")
@@ -210,7 +210,7 @@ class Volume(Section):
         return self
 
 
-class Security(Section):
+class Security(SpecSection):
     """User and rights of pods: by default all that Pod Security's level restricted asks for."""
 
     run_as_user: Id | None = Field(
@@ -251,7 +251,7 @@ PodPatch = Annotated[dict[str, Any], BeforeValidator(check_patch)]
 _Names = Annotated[tuple[ObjectName, ...], Field(strict=False)]
 
 
-class Kubernetes(Section):
+class Kubernetes(SpecSection):
     """Where and how pods run."""
 
     namespace: ShortName = Field("default", description="Namespace of the job.")

@@ -43,7 +43,7 @@ view: no source gives it, and no GPU was at hand to measure it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Workload:
     """What a job's memory depends on beside its layout."""
 
     shape: ModelShape
@@ -66,7 +66,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class StackTraits:
     """What differs between training stacks. The defaults are Holdfast's trainer."""
 
     zero: int = 3
@@ -120,7 +120,7 @@ class Stack:
     torch's others keep a square root and a denominator."""
 
 
-HOLDFAST: Final = Stack()
+HOLDFAST: Final = StackTraits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class RankBytes:
 
 
 def fullest_rank(
-    work: Work, layout: ParallelLayout, micro_batches: int, stack: Stack = HOLDFAST
+    work: Workload, layout: ParallelLayout, micro_batches: int, stack: StackTraits = HOLDFAST
 ) -> RankBytes:
     """Return the bytes of the rank that needs most, see `rank_bytes`."""
     ranks = (rank_bytes(work, layout, micro_batches, pp, stack) for pp in range(layout.pp))
@@ -163,11 +163,11 @@ def fullest_rank(
 
 
 def rank_bytes(
-    work: Work,
+    work: Workload,
     layout: ParallelLayout,
     micro_batches: int,
     pp_rank: int = 0,
-    stack: Stack = HOLDFAST,
+    stack: StackTraits = HOLDFAST,
 ) -> RankBytes:
     """Return what the ranks at `pp_rank` of the pipeline need; all of them need alike.
 
@@ -208,11 +208,11 @@ class _Rank:
 
     def __init__(
         self,
-        work: Work,
+        work: Workload,
         layout: ParallelLayout,
         micro_batches: int,
         pp_rank: int,
-        stack: Stack,
+        stack: StackTraits,
     ) -> None:
         shape, tp = work.shape, layout.tp
         self.work, self.layout, self.stack = work, layout, stack
@@ -430,7 +430,7 @@ class _Rank:
         none: the input of each norm, of each branch, queries, keys and values (cp gathers those of
         all ranks), attention's output and its log-sum-exp (4 bytes a head), and the feed-forward's
         values, or those of a token's experts. full: the layer's input. selective: that, attention's
-        output, and the products that `Stack.selective` names.
+        output, and the products that `StackTraits.selective` names.
         """
         stack, one = self.stack, self.value * self.tokens
         if recompute == "full":

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from launcher.spec.errors import Offer, Problem
-from launcher.spec.source import Path, Source, describe, dotted
+from launcher.spec.source import Path, SpecSource, describe, dotted
 
 MODEL_TAGS: Final = ("by-name", "by-dimensions")
 """What the `model` union adds to the path of an error."""
@@ -52,12 +52,12 @@ Keys = Mapping[str, Mapping[str, FieldInfo]]
 """Dotted path of a section -> key -> field."""
 
 
-def problems_of(error: ValidationError, source: Source, sections: Keys) -> list[Problem]:
+def problems_of(error: ValidationError, source: SpecSource, sections: Keys) -> list[Problem]:
     """Return one problem for each error, at its line."""
     return [_problem(detail, source, sections) for detail in error.errors(include_url=False)]
 
 
-def _problem(detail: ErrorDetails, source: Source, sections: Keys) -> Problem:
+def _problem(detail: ErrorDetails, source: SpecSource, sections: Keys) -> Problem:
     path: Path = tuple(detail["loc"])
     if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
         path = (path[0], *path[2:])
@@ -75,7 +75,7 @@ def _problem(detail: ErrorDetails, source: Source, sections: Keys) -> Problem:
     return Problem(code, where, message, tuple(_instead(code, path, detail, source)))
 
 
-def _instead(code: str, path: Path, detail: ErrorDetails, source: Source) -> Iterator[Offer]:
+def _instead(code: str, path: Path, detail: ErrorDetails, source: SpecSource) -> Iterator[Offer]:
     """Yield what was most likely meant, or all that there is; not all of it need be taken."""
     value, kind, key = detail.get("input"), detail["type"], dotted(path)
     if kind == "literal_error":  # the choices are in pydantic's own words only
@@ -89,7 +89,7 @@ def _instead(code: str, path: Path, detail: ErrorDetails, source: Source) -> Ite
         yield from _rewritten(code, kind, path, value, source)
 
 
-def _rewritten(code: str, kind: str, path: Path, value: str, source: Source) -> Iterator[Offer]:
+def _rewritten(code: str, kind: str, path: Path, value: str, source: SpecSource) -> Iterator[Offer]:
     """Yield what a text stands for that should have been something else, or no list with blanks."""
     key = dotted(path)
     number = value.replace("_", "").replace(",", "")

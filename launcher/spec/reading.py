@@ -30,7 +30,7 @@ from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
 from launcher.spec.problems import MODEL_TAGS, problems_of
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
-from launcher.spec.source import MAX_BYTES, Source, read_source
+from launcher.spec.source import MAX_BYTES, SpecSource, read_source
 from launcher.spec.spec import OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.spec.values import as_text
 
@@ -92,7 +92,7 @@ def parse_spec(
     left_out = _fill_for_command(source)
     read = None if read is None else cache(read)
 
-    def check(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+    def check(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
         spec, problems = _validate(source)
         if spec is not None:
             spec.remember(source, text, sets)
@@ -159,7 +159,7 @@ def _in_comments(text: str) -> Iterator[Leak]:
             yield Leak((line,), what, comment[start:end], name)
 
 
-def _no_secret(source: Source, leak: Leak) -> Problem:
+def _no_secret(source: SpecSource, leak: Leak) -> Problem:
     """Return the problem with a secret; the message does not repeat it."""
     kept = "job files and scripts are kept and shown"
     if leak.path and isinstance(leak.path[0], int):
@@ -276,7 +276,7 @@ def _str(value: object) -> str:
     raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
-def _fill_values(source: Source) -> list[Problem]:
+def _fill_values(source: SpecSource) -> list[Problem]:
     """Fill the job's own values into its command; return problems with those it does not take."""
     values, command = source.data.get("values"), source.data.get("command")
     if not isinstance(values, dict):
@@ -310,7 +310,7 @@ def job_text(path: Path) -> str:
     return codecs.decode(raw, "utf-8-sig")
 
 
-def _fill_for_command(source: Source) -> set[str]:
+def _fill_for_command(source: SpecSource) -> set[str]:
     """Fill in what a job with `command` leaves out of `source`; return the keys."""
     if source.data.get("command") is None:
         return set()
@@ -327,7 +327,7 @@ def _fill_for_command(source: Source) -> set[str]:
     return left_out
 
 
-def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
     """Return the spec and its problems; with problems, wrong values are replaced."""
     reported = list(source.problems)
     data = {

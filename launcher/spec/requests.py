@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.hardware import GPUS, MAX_PER_NODE
-from launcher.spec.rules import Finding, finding, instead
+from launcher.spec.rules import BrokenRule, finding, instead
 
 if TYPE_CHECKING:
     from launcher.spec.kubernetes import Kubernetes
@@ -36,7 +36,7 @@ _WITH_LISTS: Final = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|HIP|ROCR)_\w+")
 _BLANK: Final = re.compile(r"\s*,\s+|\s+,")
 
 
-def request_findings(spec: JobSpec) -> Iterator[Finding]:
+def request_findings(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield what the job asks for and cannot get, or is hardly meant."""
     yield from _cluster(spec)
     yield from _network(spec)
@@ -62,7 +62,7 @@ def _num_machines(spec: JobSpec) -> int:
     return spec.cluster.nodes + spec.cluster.spares
 
 
-def _cluster(spec: JobSpec) -> Iterator[Finding]:
+def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
     cluster = spec.cluster
     most = MAX_PER_NODE.get(cluster.gpu)
     if most is not None and cluster.gpus_per_node > most:
@@ -85,7 +85,7 @@ def _cluster(spec: JobSpec) -> Iterator[Finding]:
         )
 
 
-def _network(spec: JobSpec) -> Iterator[Finding]:
+def _network(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield addresses that no other node reaches, and ranges without a port for each listener."""
     network = spec.network
     if spec.device != "cpu" and _num_machines(spec) > 1:  # emulated nodes share one machine
@@ -114,7 +114,7 @@ def _network(spec: JobSpec) -> Iterator[Finding]:
             )
 
 
-def _checkpoints(spec: JobSpec) -> Iterator[Finding]:
+def _checkpoints(spec: JobSpec) -> Iterator[BrokenRule]:
     saved = spec.checkpoint
     if saved.every_s is None and saved.every_steps is None:
         message = (
@@ -146,7 +146,7 @@ def _checkpoints(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF178", "checkpoint.dir", message, *needs, offers=unset)
 
 
-def _lists(spec: JobSpec) -> Iterator[Finding]:
+def _lists(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield texts that are lists for those who wrote them, and one odd name for who reads them."""
     for key in ("exclude", "include"):
         patterns = getattr(spec.code, key)
@@ -162,7 +162,7 @@ def _lists(spec: JobSpec) -> Iterator[Finding]:
             yield finding("HF171", key, message, offers=usable)
 
 
-def _slurm(spec: JobSpec) -> Iterator[Finding]:
+def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
     slurm, cluster = spec.slurm, spec.cluster
     yield from _gres(spec)
     if spec.device == "cpu":
@@ -184,7 +184,7 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
         yield from _few_cpus(spec, "slurm.cpus", slurm.cpus, ample)
 
 
-def _gres(spec: JobSpec) -> Iterator[Finding]:
+def _gres(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield where --gres, or the type asked for, means other GPUs than `cluster`."""
     slurm, cluster = spec.slurm, spec.cluster
     ours = models_in(cluster.gpu)
@@ -224,7 +224,7 @@ def _gres(spec: JobSpec) -> Iterator[Finding]:
     )
 
 
-def _no_fabric(spec: JobSpec, section: str, wish: Slurm | Kubernetes) -> Iterator[Finding]:
+def _no_fabric(spec: JobSpec, section: str, wish: Slurm | Kubernetes) -> Iterator[BrokenRule]:
     chosen = "fabric" in wish.model_fields_set or "NCCL_NET" in spec.env.variables
     if not chosen and spec.cluster.nodes > 1:
         yield finding(
@@ -239,7 +239,9 @@ def _no_fabric(spec: JobSpec, section: str, wish: Slurm | Kubernetes) -> Iterato
         )
 
 
-def _few_cpus(spec: JobSpec, key: str, cpus: float, usable: Sequence[object]) -> Iterator[Finding]:
+def _few_cpus(
+    spec: JobSpec, key: str, cpus: float, usable: Sequence[object]
+) -> Iterator[BrokenRule]:
     gpus = spec.cluster.gpus_per_node
     if cpus < gpus:
         message = (
@@ -249,7 +251,7 @@ def _few_cpus(spec: JobSpec, key: str, cpus: float, usable: Sequence[object]) ->
         yield finding("HF176", key, message, "cluster.gpus_per_node", offers=instead(key, usable))
 
 
-def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
+def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
     from launcher.spec.kubernetes import cpu_count
 
     wish, cluster = spec.kubernetes, spec.cluster
@@ -280,7 +282,7 @@ def _unfixed(image: str) -> bool:
     return "@" not in name and name.partition(":")[2] in ("", "latest")
 
 
-def _gpu_resource(spec: JobSpec) -> Iterator[Finding]:
+def _gpu_resource(spec: JobSpec) -> Iterator[BrokenRule]:
     asked, models = spec.kubernetes.gpu_resource, models_in(spec.cluster.gpu)
     fits, other = "nvidia.com/gpu", "amd.com/gpu"
     if any(model.startswith("mi") for model in models):
@@ -291,7 +293,7 @@ def _gpu_resource(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF728", key, message, "cluster.gpu", offers=instead(key, [fits]))
 
 
-def _rdma(spec: JobSpec) -> Iterator[Finding]:
+def _rdma(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield a fabric whose adapters pods are not given, and adapters whose fabric is not set."""
     wish, key = spec.kubernetes, "kubernetes.fabric"
     if wish.fabric == "none" and not wish.rdma:

@@ -16,14 +16,14 @@ from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer
-from launcher.spec.memory import GIB, RankBytes, Work, fullest_rank
+from launcher.spec.memory import GIB, RankBytes, Workload, fullest_rank
 
 MOST_OFFERS: Final = 4
 """Values that a message lists of one key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class JobFacts:
     """What the rules need to know of a job beside its layout."""
 
     model_name: str
@@ -80,7 +80,7 @@ class Facts:
         return self._bytes(layout, no_sync=self.skips_sync(layout))
 
     def _bytes(self, layout: ParallelLayout, *, no_sync: bool) -> RankBytes:
-        work = Work(
+        work = Workload(
             shape=self.shape,
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
@@ -100,7 +100,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BrokenRule:
     """One broken rule."""
 
     code: str
@@ -116,15 +116,15 @@ class Finding:
     """
 
 
-Rule = Callable[[Facts, ParallelLayout], Iterator[Finding]]
+Rule = Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]]
 
 
 def finding(
     code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] | None = None
-) -> Finding:
+) -> BrokenRule:
     """Return a finding at `key`, which was computed from the keys `needs` too."""
     found = None if offers is None else tuple(offers)
-    return Finding(code, key, message, frozenset({key, *needs}), found)
+    return BrokenRule(code, key, message, frozenset({key, *needs}), found)
 
 
 def instead(key: str, values: Iterable[Any]) -> list[Offer]:
@@ -139,7 +139,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _degrees(
-    facts: Facts, layout: ParallelLayout, axis: str, degrees: Iterable[int]
+    facts: JobFacts, layout: ParallelLayout, axis: str, degrees: Iterable[int]
 ) -> list[Offer]:
     """Return offers of those degrees of an axis that leave whole replicas, a few of them."""
     others = layout.world_size // layout.dp // getattr(layout, axis)
@@ -148,7 +148,7 @@ def _degrees(
     return [{f"layout.{axis}": degree, **dp} for degree in islice(whole, MOST_OFFERS)]
 
 
-def tp_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def tp_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Every tp rank holds whole heads and KV heads, and equal parts of tables and sequence.
 
     One finding names all that does not divide, by the code of the first.
@@ -179,7 +179,7 @@ def tp_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
 
 
 def _padded(
-    facts: Facts, layout: ParallelLayout, codes: tuple[str, ...], sizes: tuple[int, ...]
+    facts: JobFacts, layout: ParallelLayout, codes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> list[Offer]:
     """Return what else may be changed so that tp divides it, where one thing is in its way."""
     key = {"HF106": "train.seq_len", "HF107": "model.vocab_size", "HF108": "model.ffn_dim"}
@@ -190,7 +190,7 @@ def _padded(
     return [{key[codes[0]]: math.ceil(sizes[0] / layout.tp) * layout.tp}]
 
 
-def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def tp_stays_inside(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """A tp group lies within one node or NVLink domain, unless allowed to leave it."""
     if facts.allow_tp_across_nodes or not crosses_nodes(facts, layout):
         return
@@ -211,7 +211,7 @@ def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     )
 
 
-def crosses_nodes(facts: Facts, layout: ParallelLayout) -> bool:
+def crosses_nodes(facts: JobFacts, layout: ParallelLayout) -> bool:
     """Return whether some tp group of `layout` leaves its node or NVLink domain."""
     if layout.tp == 1:
         return False
@@ -225,13 +225,13 @@ def _halves(cp: int) -> int:
     return 2 * cp if cp > 1 else 1
 
 
-def _near_seq_len(facts: Facts, layout: ParallelLayout) -> int:
+def _near_seq_len(facts: JobFacts, layout: ParallelLayout) -> int:
     """Return the length nearest to the job's that divides as the layout wants it."""
     unit = math.lcm(layout.tp * layout.cp, _halves(layout.cp))
     return max(unit, round(facts.seq_len / unit) * unit)
 
 
-def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def sequence_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """The sequence splits into 2*cp zigzag halves."""
     seq_len, cp = facts.seq_len, layout.cp
     if seq_len % _halves(cp) == 0:
@@ -249,7 +249,7 @@ def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     )
 
 
-def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def stages_have_layers(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Every stage has a layer; layers need not divide evenly."""
     stages, layers = layout.pp * facts.interleave, facts.shape.num_layers
     if layout.pp > 1 and stages > layers:
@@ -265,7 +265,7 @@ def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding
         )
 
 
-def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def tied_tables_share_a_stage(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Tied embedding and head are one parameter: both on one stage."""
     if layout.pp > 1 and facts.shape.tie_embeddings:
         yield finding(
@@ -278,7 +278,7 @@ def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[
         )
 
 
-def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def batch_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """The step is a whole number of micro-batches, at least one for every dp rank."""
     batch, micro, fed = facts.global_batch, facts.micro_batch, layout.dp * layout.pp
     if batch % micro:
@@ -306,7 +306,7 @@ def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
         )
 
 
-def _feeding(facts: Facts, layout: ParallelLayout) -> list[Offer]:
+def _feeding(facts: JobFacts, layout: ParallelLayout) -> list[Offer]:
     """Return batches of which every dp rank has a micro-batch for each stage."""
     batch, fed = facts.global_batch, layout.dp * layout.pp
     smaller = [d for d in divisors(batch) if d < facts.micro_batch and batch // d >= fed]
@@ -316,7 +316,7 @@ def _feeding(facts: Facts, layout: ParallelLayout) -> list[Offer]:
     ]
 
 
-def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def pipeline_is_fed(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Every dp rank runs enough micro-batches for the schedule, in a number it can run."""
     if layout.pp == 1 or facts.global_batch % facts.micro_batch:
         return
@@ -354,7 +354,7 @@ FLOAT8_MULTIPLE: Final = 16
 """What divides each dimension of a product in float8 (cuBLASLt, torch._scaled_mm)."""
 
 
-def float8_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def float8_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Every product of a layer's linears, those of backward too, has dimensions for float8."""
     shape, tp, cp = facts.shape, layout.tp, layout.cp
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -401,12 +401,12 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 
-def layout_findings(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+def layout_findings(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """Yield every rule that `layout` breaks, the number of GPUs and their memory aside."""
     return (found for rule in RULES for found in rule(facts, layout))
 
 
-def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
+def memory_finding(facts: JobFacts, layout: ParallelLayout) -> BrokenRule | None:
     """Return a finding unless a legal `layout` fits the memory of its GPUs."""
     if facts.fits(layout):
         return None
@@ -423,7 +423,7 @@ def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
     )
 
 
-def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+def _that_fit(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
     """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
     if facts.no_sync and replace(facts, no_sync=False).fits(layout):
         yield {"train.no_sync": False}
@@ -465,7 +465,7 @@ def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
             return
 
 
-def _larger(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+def _larger(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
     """Yield degrees on the same GPUs that fit, the smallest replica first."""
     shape = facts.shape
     degrees = sorted(
@@ -494,7 +494,7 @@ def _larger(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
         yield {**offer, **({} if facts.auto_dp else {"layout.dp": "auto"})}
 
 
-def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
+def world_finding(facts: JobFacts, layout: ParallelLayout) -> BrokenRule | None:
     """Return a finding unless dp * tp * pp * cp is exactly the number of GPUs."""
     product, gpus, per_node = layout.world_size, facts.num_gpus, facts.gpus_per_node
     if product == gpus:
@@ -522,7 +522,7 @@ def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
     )
 
 
-def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
+def auto_finding(facts: JobFacts, tp: int, cp: int, pp: int) -> BrokenRule | None:
     """Return a finding unless `dp: auto` has a solution."""
     replica = tp * cp * pp
     if facts.num_gpus % replica == 0:
@@ -541,14 +541,14 @@ def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
     )
 
 
-def nearest_nodes(facts: Facts, replica: int) -> list[int]:
+def nearest_nodes(facts: JobFacts, replica: int) -> list[int]:
     """Return the numbers of nodes nearest to the job's whose GPUs are whole replicas."""
     unit = math.lcm(replica, facts.gpus_per_node) // facts.gpus_per_node
     below = facts.nodes // unit * unit
     return [n for n in (below, below + unit) if n > 0]
 
 
-def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[Finding]:
+def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[BrokenRule]:
     """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
     experts, ranks = shape.num_experts, dp // dp_replicate
     both = divisors(math.gcd(experts, ranks))
@@ -575,7 +575,7 @@ def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> I
         )
 
 
-def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:
+def replicate_finding(dp: int, dp_replicate: int) -> BrokenRule | None:
     """Return a finding unless `dp_replicate` divides dp."""
     if dp % dp_replicate == 0:
         return None

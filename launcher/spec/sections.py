@@ -49,8 +49,8 @@ from launcher.spec.values import (
     Ratio,
     Schedule,
     Seconds,
-    Section,
     Sizes,
+    SpecSection,
     Steps,
     Straggler,
     Text,
@@ -74,7 +74,7 @@ STOP_SIGNALS = get_args(StopSignal)
 SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
 
 
-class ModelDimensions(Section):
+class ModelDimensions(SpecSection):
     """A model by its dimensions; docs/models.md has the families, and how to bring your own."""
 
     family: Family = Field(
@@ -107,7 +107,7 @@ class ModelDimensions(Section):
     )
 
 
-class Layout(Section):
+class Layout(SpecSection):
     """Degrees of the four axes; their product is the number of GPUs."""
 
     tp: Degree = Field(1, description="Tensor-parallel degree.")
@@ -132,7 +132,7 @@ class Layout(Section):
     )
 
 
-class Cluster(Section):
+class Cluster(SpecSection):
     """The machines a job asks for."""
 
     nodes: Annotated[int, Field(ge=1, le=10**5)] = Field(description="Nodes that train.")
@@ -156,7 +156,7 @@ class Cluster(Section):
     )
 
 
-class Optimizer(Section):
+class Optimizer(SpecSection):
     """AdamW with linear warm-up and cosine decay."""
 
     lr: Positive = _optimizer("lr")
@@ -169,7 +169,7 @@ class Optimizer(Section):
     clip_norm: NotNegative = _optimizer("clip_norm")
 
 
-class Train(Section):
+class Train(SpecSection):
     """What is trained. Batches count sequences."""
 
     seq_len: Count = _train("seq_len")
@@ -186,7 +186,7 @@ class Train(Section):
     optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
 
 
-class Data(Section):
+class Data(SpecSection):
     """Where the tokens come from."""
 
     path: Text = _data("path")
@@ -195,7 +195,7 @@ class Data(Section):
     cut_long: bool = _data("cut_long")
 
 
-class Validation(Section):
+class Validation(SpecSection):
     """The loss on data that is not trained on."""
 
     path: Text = _validation("path")
@@ -203,7 +203,7 @@ class Validation(Section):
     batches: Count | None = _validation("batches")
 
 
-class Checkpoint(Section):
+class Checkpoint(SpecSection):
     """Checkpoints on storage, snapshots in memory."""
 
     dir: Text | None = Field(
@@ -216,7 +216,7 @@ class Checkpoint(Section):
     memory_every_steps: Annotated[int, Field(ge=0, le=10**9)] = _checkpoint("memory_every_steps")
 
 
-class Elastic(Section):
+class Elastic(SpecSection):
     """How the job lives with failures."""
 
     min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = _elastic("min_nodes")
@@ -243,7 +243,7 @@ class Elastic(Section):
     failure_domain: FailureDomain | None = _elastic("failure_domain")
 
 
-class Code(Section):
+class Code(SpecSection):
     """The code that is frozen at submission."""
 
     dir: Text = Field(".", description="Folder, relative to the job file's.")
@@ -258,7 +258,7 @@ class Code(Section):
     )
 
 
-class Network(Section):
+class Network(SpecSection):
     """Which addresses and ports agents and workers use."""
 
     interface: Interface = _network("interface")
@@ -268,7 +268,7 @@ class Network(Section):
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = _network("metrics_port")
 
 
-class Numbers(Section):
+class Numbers(SpecSection):
     """What follows from wrong numbers."""
 
     non_finite: Literal["skip", "rollback", "stop"] = _numbers("non_finite")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from launcher.spec.source import describe
-from launcher.spec.values import Count, Seconds, Section, Text, refuse
+from launcher.spec.values import Count, Seconds, SpecSection, Text, refuse
 
 _TIME: Final = (
     r"(?i)[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
@@ -193,7 +193,7 @@ Host = Annotated[Text, _form(_HOST, "a node name or list as node[07,19-21]")]
 Hosts = Annotated[tuple[Host, ...], Field(strict=False)]
 
 
-class Slurm(Section):
+class Slurm(SpecSection):
     """Options of the Slurm job."""
 
     partition: Word | None = Field(None, description="--partition; several with commas.")

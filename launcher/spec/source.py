@@ -49,7 +49,7 @@ _KINDS: Final = {
 """What a text without quotes is, if it is no text (YAML 1.2, core schema; _ may group digits)."""
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Where in the text a value is written."""
 
     start: int
@@ -60,13 +60,13 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class Source:
+class SpecSource:
     """The values of a job file and where each was written."""
 
     file: str
     data: dict[str, Any]
     lines: dict[Path, int] = field(default_factory=dict)
-    spans: dict[Path, Span] = field(default_factory=dict)
+    spans: dict[Path, TextSpan] = field(default_factory=dict)
     """Of what the file says, whatever a --set says."""
     sets: dict[Path, str] = field(default_factory=dict)
     """Path -> the --set that gave the value, as it may be shown."""
@@ -95,7 +95,7 @@ class Source:
             here = here[part]
         return here
 
-    def putting(self, offer: Offer) -> Source:
+    def putting(self, offer: Offer) -> SpecSource:
         """Return what was read with other values at some keys, all else as it was."""
         data = copy.deepcopy(self.data)
         for key, value in offer.items():
@@ -121,19 +121,19 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-def read_source(text: str, file: str, sets: Sequence[str] = ()) -> Source:
+def read_source(text: str, file: str, sets: Sequence[str] = ()) -> SpecSource:
     """Return the values of `text` with the `--set` overrides applied in order.
 
     Raises:
         UserError: HF002 to HF005: no value could be read. Smaller
-            problems are left in `Source.problems`.
+            problems are left in `SpecSource.problems`.
     """
     if len(text) > MAX_BYTES:
         raise UserError(
             "HF002", f"{len(text):,} characters: a job file has at most {MAX_BYTES:,}",
             where=Where(file),
         )  # fmt: skip
-    source = Source(file, {})
+    source = SpecSource(file, {})
     if not (events := _events(text, file)):
         raise UserError(
             "HF004",
@@ -156,18 +156,18 @@ def read_source(text: str, file: str, sets: Sequence[str] = ()) -> Source:
     return source
 
 
-def read_documents(text: str, file: str) -> list[Source]:
+def read_documents(text: str, file: str) -> list[SpecSource]:
     """Return the documents of a text that are mappings, as manifests are; lines are the text's.
 
     Raises:
         UserError: HF003 or HF007: no value could be read. Smaller problems are left in
-            `Source.problems`.
+            `SpecSource.problems`.
     """
     found = []
     # Nothing else in YAML begins so, not even a line of a text.
     starts = [0, *(match.start() for match in re.finditer(r"^---(?=\s|\Z)", text, re.MULTILINE))]
     for start, end in pairwise([*starts, len(text)]):
-        source = Source(file, {})
+        source = SpecSource(file, {})
         # Blanks before it keep its places.
         if events := _events(re.sub(r"[^\n]", " ", text[:start]) + text[start:end], file):
             data = _Builder(source, events).build(())
@@ -231,7 +231,7 @@ def _syntax(problem: str, text: str, line: int | None) -> str:
 class _Builder:
     """Makes plain values of events; collects problems in `source`."""
 
-    def __init__(self, source: Source, events: Sequence[Any]) -> None:
+    def __init__(self, source: SpecSource, events: Sequence[Any]) -> None:
         self.source, self.events = source, events
         self.next = 0
         self.num_nodes = self.num_chars = 0
@@ -273,7 +273,7 @@ class _Builder:
 
     def _note(self, path: Path, event: Any, end: int, style: str) -> None:
         mark = event.start_mark
-        self.source.spans.setdefault(path, Span(mark.index, end, mark.column, style))
+        self.source.spans.setdefault(path, TextSpan(mark.index, end, mark.column, style))
 
     def _alias(self, event: Any, path: Path) -> Any:
         """Return the value that an alias stands for, made anew."""
@@ -411,7 +411,7 @@ def parse_value(text: str, file: str) -> Any:
     Raises:
         UserError: not YAML, or YAML that job files do not have.
     """
-    inner = Source(file, {})
+    inner = SpecSource(file, {})
     events = _events(text, file)
     value = _Builder(inner, events).build(()) if events else None
     if inner.problems:
@@ -471,7 +471,7 @@ def _written(text: str, path: tuple[str, ...], value: Any) -> str:
     return text[: around.start] + f"{entry}\n{' ' * around.column}" + text[around.start :]
 
 
-def _apply_set(source: Source, text: str) -> None:
+def _apply_set(source: SpecSource, text: str) -> None:
     """Apply one `--set train.steps=50`; what cannot be applied becomes a problem."""
     key, equals, value_text = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))

@@ -18,8 +18,8 @@ from launcher.spec.env import Env
 from launcher.spec.errors import Offer, Problem
 from launcher.spec.hardware import device_memory_gib, tight_domain
 from launcher.spec.problems import MODEL_TAGS
-from launcher.spec.rules import Facts
-from launcher.spec.source import Source
+from launcher.spec.rules import JobFacts
+from launcher.spec.source import SpecSource
 
 if TYPE_CHECKING:
     from launcher.spec.kubernetes import Kubernetes
@@ -32,7 +32,7 @@ Model = Annotated[
 ]
 
 
-class JobSpec(values.Section):
+class JobSpec(values.SpecSection):
     """One job: what a user wrote, checked and complete with defaults."""
 
     name: values.JobName = Field(description="Name of the job, and of its runs.")
@@ -80,7 +80,7 @@ class JobSpec(values.Section):
         Any, values.PlatformSection("launcher.spec.kubernetes", "Kubernetes")
     ] = Field(None, alias="kubernetes", description="Where and how pods run.")
 
-    _source: Source = PrivateAttr()
+    _source: SpecSource = PrivateAttr()
     _text: str = PrivateAttr(default="")
     _set_texts: tuple[str, ...] = PrivateAttr(default=())
     _folder: Path = PrivateAttr(default=Path())
@@ -89,7 +89,7 @@ class JobSpec(values.Section):
 
     def remember(
         self,
-        source: Source,
+        source: SpecSource,
         text: str,
         sets: Sequence[str],
     ) -> None:
@@ -123,7 +123,7 @@ class JobSpec(values.Section):
         return Kubernetes() if self.kubernetes_section is None else self.kubernetes_section
 
     @property
-    def source(self) -> Source:
+    def source(self) -> SpecSource:
         """The values as written, with their lines."""
         return self._source
 
@@ -178,9 +178,9 @@ class JobSpec(values.Section):
         return paths
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> JobFacts:
         """What the layout rules need to know."""
-        return Facts(
+        return JobFacts(
             model_name=self.model_name,
             shape=self.shape,
             nodes=self.cluster.nodes,

@@ -318,7 +318,7 @@ Command = Annotated[
 ]
 
 
-class Section(BaseModel):
+class SpecSection(BaseModel):
     """What all sections share: nothing unknown, nothing converted, nothing changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
@@ -341,7 +341,7 @@ def setting_of(settings: type[Any]) -> Callable[[str], Any]:
 class Becomes:
     """Annotation of a dataclass: a field that is checked as `section` and becomes one of it."""
 
-    def __init__(self, section: type[Section]) -> None:
+    def __init__(self, section: type[SpecSection]) -> None:
         self._section = section
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -359,9 +359,9 @@ class PlatformSection:
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
 
-    def load(self) -> type[Section]:
+    def load(self) -> type[SpecSection]:
         """Return the section's model."""
-        model: type[Section] = getattr(importlib.import_module(self._module), self._name)
+        model: type[SpecSection] = getattr(importlib.import_module(self._module), self._name)
         return model
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:

@@ -87,7 +87,7 @@ AFTER_KILL_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class TorchrunLaunch:
     """A torchrun, with the srun that starts it on Slurm, taken apart."""
 
     torchrun: str
@@ -119,7 +119,7 @@ class WrappedScript:
 
     text: str
     torchrun: str | None
-    """As in `Seen`."""
+    """As in `CommandText`."""
     notes: tuple[str, ...]
     """What it does with the user's own signals and times, and what it drops; a line each."""
 
@@ -294,7 +294,7 @@ def output_at(bare: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class CommandText:
     """What a command's text says before a shell has filled it in."""
 
     torchrun: str | None = None
@@ -304,7 +304,7 @@ class Seen:
     """What is not used, a line each."""
 
 
-def try_out(command: str) -> Seen:
+def try_out(command: str) -> CommandText:
     """Refuse what `launch_of` would, as far as the text of a command says, before a job waits.
 
     Raises:
@@ -316,17 +316,17 @@ def try_out(command: str) -> Seen:
     try:
         argv = shlex.split(flat)
     except ValueError:
-        return Seen()  # bash has more quotes
+        return CommandText()  # bash has more quotes
     for leak in leaks(argv):
         message = f"the command holds what looks like {leak.what}, and is kept in job.json"
         raise UserError("HF163", f"{message}: let the program read a variable or a file")
     if (found := find_torchrun(argv)) is None:
         if any(TORCHRUN.search(word) for word in argv):
             cannot_wrap("torchrun is within quotes; srun must start it itself")
-        return Seen()
+        return CommandText()
     options = srun_options([word for word in argv[1 : found[0]] if _UNKNOWN not in word])
     given = _torchrun(argv, found[1])
-    return Seen(
+    return CommandText(
         torchrun=None if _UNKNOWN in argv[found[0]] or options.in_container else argv[found[0]],
         shutdown_timeout_s=_shutdown_timeout_s(given.shutdown_timeout),
         notes=_unused(given, options),
@@ -347,7 +347,7 @@ def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
+def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> TorchrunLaunch:
     """Take a torchrun apart, with its srun on Slurm.
 
     Args:
@@ -375,7 +375,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
     kinds = {"-m": given.module, "--no-python": given.no_python}
     if not in_pod and _count(least, "--nnodes") > num_nodes:
         cannot_wrap(f"torchrun waits for {least} nodes, and srun starts it on {num_nodes}")
-    return Launch(
+    return TorchrunLaunch(
         torchrun=argv[found[0]],
         srun=(*options.kept, *options.gpus_per_node(num_nodes)),
         options=options,
@@ -586,7 +586,9 @@ def _gpus(env: Mapping[str, str]) -> str:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING) -> dict[str, Any]:
+def job_of(
+    launch: TorchrunLaunch, env: Mapping[str, str], ending: Ending = USUAL_ENDING
+) -> dict[str, Any]:
     """Return the job of a torchrun, as a job file has it.
 
     Args:
@@ -634,7 +636,7 @@ def _time_s(env: Mapping[str, str]) -> int | None:
 def script_of(
     spec: JobSpec,
     plan: Plan,
-    launch: Launch,
+    launch: TorchrunLaunch,
     ending: Ending = USUAL_ENDING,
     *,
     run_dir: Path,

@@ -22,12 +22,12 @@ from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
 from launcher.spec.errors import UserError, Where
 from launcher.spec.secret_forms import leaks
-from launcher.spec.source import Path, Source, describe, read_documents
+from launcher.spec.source import Path, SpecSource, describe, read_documents
 from launcher.wrap.wrapped import (
     AFTER_KILL_S,
     OUTPUT,
     TORCHRUN,
-    Seen,
+    CommandText,
     cannot_wrap,
     find_torchrun,
     hidden,
@@ -298,14 +298,14 @@ class _Pods:
         job.insert(path, [f"{_folder(word)}holdfast", "batch", "--"])
         return seen.shutdown_timeout_s
 
-    def _try_out(self, command: str, path: Path, row: int | None = None) -> Seen:
+    def _try_out(self, command: str, path: Path, row: int | None = None) -> CommandText:
         try:
             return try_out(command)
         except UserError as error:
             where = self._job.place(path, row)
             raise UserError(error.code, error.message, where=where) from error
 
-    def _wrap_script(self, path: Path, script: str) -> Seen:
+    def _wrap_script(self, path: Path, script: str) -> CommandText:
         """Put holdfast before the torchrun of a shell script."""
 
         def refuse(message: str, at: int) -> NoReturn:
@@ -356,7 +356,7 @@ class _Manifest:
         self.text, self.file = text, file
         self.source = self._read()
 
-    def _read(self) -> Source:
+    def _read(self) -> SpecSource:
         documents = read_documents(self.text, self.file)
         wanted = (API_VERSIONS[_TARGET], KINDS[_TARGET])
         kinds = [(each.data.get("apiVersion"), each.data.get("kind")) for each in documents]

@@ -27,7 +27,7 @@ from torch import Tensor
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.layout import AXES, ParallelLayout, layout_label
 from elastic_trainer.plan.models import PRESETS
-from launcher.spec.rules import Facts, layout_findings
+from launcher.spec.rules import JobFacts, layout_findings
 
 BOUND = 2e-6
 """Relative; the project's definition of agreement between layouts."""
@@ -122,7 +122,7 @@ def other_orders() -> Iterator[Case]:
 
 def _legal(layout: ParallelLayout, model: str, interleave: int) -> Case | None:
     for micro_batch in (2, 1):
-        facts = Facts(
+        facts = JobFacts(
             model_name=model,
             shape=PRESETS[model],
             nodes=1,

@@ -36,12 +36,12 @@ from elastic_trainer.state import memory_reader
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.memory_restore import copy_again, restore_from_memory
 from elastic_trainer.state.saver import CheckpointPolicy
 from elastic_trainer.state.snapshots.errors import TornImageError
 from elastic_trainer.state.snapshots.image import Image
-from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
 from elastic_trainer.state.state import create_optimizer_state, live_tensors
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
@@ -111,7 +111,7 @@ class World:
             wrong.append("rng")
         return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
 
-    def write_memory(self, nodes: list[Peer], root: Path) -> None:
+    def write_memory(self, nodes: list[KeeperAddress], root: Path) -> None:
         """Fill everything with its own values and keep it in memory as step STEP."""
         for _, local, wanted in self.parts():
             local.copy_(wanted)
@@ -125,7 +125,7 @@ class World:
         assert memory.agreed(float(self.case.layout.world_size), 0.0) == STEP
         memory.close()
 
-    def read_memory(self, nodes: list[Peer], root: Path, first: int) -> list[str]:
+    def read_memory(self, nodes: list[KeeperAddress], root: Path, first: int) -> list[str]:
         """Restore from memory over garbage, on nodes from `first` on; return what differs."""
         for _, local, _ in self.parts():
             local.fill_(-7.0)
@@ -159,7 +159,7 @@ class World:
             wrong.append("rng")
         return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
 
-    def _held_once(self, nodes: list[Peer], root: Path) -> list[str]:
+    def _held_once(self, nodes: list[KeeperAddress], root: Path) -> list[str]:
         """Return the parts of the snapshot that only one of `nodes` holds."""
         holders: dict[int, set[str]] = {}
         for node in nodes:
@@ -169,11 +169,13 @@ class World:
                     holders.setdefault(image.verify(bytes(KEY_BYTES)).shard, set()).add(node.node)
         return [f"part {s} on {n} only" for s, n in holders.items() if len(n) < min(2, len(nodes))]
 
-    def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:
+    def _memory(
+        self, nodes: list[KeeperAddress], root: Path, first: int, *, epoch: int
+    ) -> MemoryTier:
         members = nodes[first : first + self.case.layout.world_size]
         others = [node for node in nodes[first:] if node not in members]
         me = members[dist.get_rank()]
-        place = Place(
+        place = KeeperPlace(
             directory=root / me.node,
             node=me.node,
             local_rank=0,
@@ -249,13 +251,13 @@ def write(run: Path, case: Case) -> None:
     World(case).write(run)
 
 
-def write_memory(nodes: list[Peer], root: Path, case: Case) -> None:
+def write_memory(nodes: list[KeeperAddress], root: Path, case: Case) -> None:
     """Body of a rank that keeps its state in memory."""
     World(case).write_memory(nodes, root)
 
 
 def read_memories(
-    worlds: list[tuple[Path, list[Peer]]], case: Case, all_know: int
+    worlds: list[tuple[Path, list[KeeperAddress]]], case: Case, all_know: int
 ) -> dict[str, list[str]]:
     """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
     memory_reader.ALL_KNOW = all_know

@@ -89,7 +89,7 @@ def hf(names):
     """Lengths that differ, grouped: an order of samples that depends on the batch."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from elastic_trainer.integrations.transformers import HoldfastCallback
+    from elastic_trainer.integrations.transformers import LightningCallback
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -109,7 +109,7 @@ def hf(names):
         rows = [{"input_ids": torch.randint(1, 64, (size,), generator=g)} for size in sizes]
         trainer = Trainer(
             model=model, args=arguments, train_dataset=rows, data_collator=pad,
-            callbacks=[HoldfastCallback()],
+            callbacks=[LightningCallback()],
         )  # fmt: skip
         result = trainer.train()
         tell(training, model, steps=result.global_step, loss=result.training_loss)
@@ -119,7 +119,7 @@ def lightning(_names):
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader
 
-    from elastic_trainer.integrations.lightning import HoldfastCallback
+    from elastic_trainer.integrations.lightning import LightningCallback
 
     class Module(LightningModule):
         def __init__(self):
@@ -140,7 +140,7 @@ def lightning(_names):
             accelerator="cpu", strategy="ddp", max_epochs=2, default_root_dir=folder,
             num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), logger=False,
             devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-            enable_checkpointing=False, enable_progress_bar=False, callbacks=[HoldfastCallback()],
+            enable_checkpointing=False, enable_progress_bar=False, callbacks=[LightningCallback()],
         )  # fmt: skip
         trainer.fit(module, DataLoader(tensors(training), batch_size=2, shuffle=True))
         tell(training, module, steps=trainer.global_step)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_trainer import api
 
-real = api.Run.completed
+real = api.WorkerRun.completed
 
 
 def completed(self, *args, **kwargs):
@@ -17,7 +17,7 @@ def completed(self, *args, **kwargs):
     return real(self, *args, **kwargs)
 
 
-api.Run.completed = completed
+api.WorkerRun.completed = completed
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 example = importlib.import_module(sys.argv.pop(1))
 example.main()

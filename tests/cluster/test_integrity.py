@@ -26,10 +26,10 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.lineage import Lineage
 from elastic_trainer.state import memory_reader, memory_restore
 from elastic_trainer.state.errors import CheckpointError
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.reader import CheckpointReader
 from elastic_trainer.state.snapshots.image import PAGE, Image, parse_name
-from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.state.state import RNG, STEP, TRAINER, live_tensors
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.secret import KEY_BYTES
@@ -42,7 +42,7 @@ HEADER_BYTES = 109
 
 def memory_of(nodes, root, epoch):
     me = nodes[dist.get_rank()]
-    place = Place(
+    place = KeeperPlace(
         directory=root / me.node,
         node=me.node,
         local_rank=0,
@@ -220,7 +220,7 @@ def nodes(tmp_path):
             )
             keeper.start()
             stack.callback(keeper.close)
-            found.append(Peer(node=folder.name, address="127.0.0.1", port=keeper.port))
+            found.append(KeeperAddress(node=folder.name, address="127.0.0.1", port=keeper.port))
         run_world(WORLD, tmp_path, write, tmp_path, found)
         yield found
 

@@ -15,7 +15,7 @@ from harness import Run, make_config
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state.offload import HOST
-from elastic_trainer.state.snapshots.peer import Peer, write_peers
+from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
 from elastic_trainer.train import session
 from elastic_trainer.worker.secret import make_secret
 
@@ -72,7 +72,9 @@ def memory():
 def compared(run, memory, *, waits):
     """Train; return how each snapshot compares with the state when it was taken."""
     make_secret(run.path)
-    write_peers(run.path / "peers.json", [Peer(node="n0", address="127.0.0.1", port=0)], [], [])
+    write_peers(
+        run.path / "peers.json", [KeeperAddress(node="n0", address="127.0.0.1", port=0)], [], []
+    )
     _, (env,) = run.publish(1, 1)
     env |= {
         "HOLDFAST_SNAPSHOTS": str(memory),

@@ -15,7 +15,7 @@ from reshard_world import prove, read_all, read_memories, write, write_memory
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state.snapshots.image import PAGE
-from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.worker.secret import KEY_BYTES
 
 SAMPLE = (
@@ -93,7 +93,9 @@ def every_pair_in_memory(chosen, scratch, all_know):
                 )
                 keepers[-1].start()
                 stack.callback(keepers[-1].close)
-                nodes.append(Peer(node=f"node{i}", address="127.0.0.1", port=keepers[-1].port))
+                nodes.append(
+                    KeeperAddress(node=f"node{i}", address="127.0.0.1", port=keepers[-1].port)
+                )
             run_world(case.layout.world_size, scratch, write_memory, nodes, root, case)
             if case.layout.world_size > 1:  # else there is nowhere to keep a copy
                 keepers[0].close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
-from elastic_trainer.worker.heartbeat import BUCKETS, WAITING, Beat, Pace, Part, Section, edge_s
+from elastic_trainer.worker.heartbeat import BUCKETS, WAITING, Beat, Pace, Section, StepPart, edge_s
 
 P99_FACTOR: Final = 4.0
 LONGEST_FACTOR: Final = 2.0
@@ -182,7 +182,7 @@ class HangWatch:
         seconds = sum(now - (watched.steady_since or now) for watched in steady)
         gaps = [
             [sum(column) for column in zip(*(_since(w, part) for w in steady), strict=True)]
-            for part in Part
+            for part in StepPart
         ]
         self._learned = Learned.of(gaps, seconds / steps if steps else 0.0)
 
@@ -201,7 +201,7 @@ class HangWatch:
     def _ceiling_s(self, watched: _Watched) -> float:
         beat = watched.beat
         steady = watched.steady_since is not None and beat.section is Section.STEP
-        compiles = beat.part is Part.COMPILE
+        compiles = beat.part is StepPart.COMPILE
         return self._hang_ceiling_s if steady and not compiles else self._start_ceiling_s
 
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
@@ -211,9 +211,9 @@ class HangWatch:
             return min(ceiling_s, self._device.connect_s)
         if watched.steady_since is None or beat.section is not Section.STEP:
             return ceiling_s
-        if beat.part is Part.COMPILE:
+        if beat.part is StepPart.COMPILE:
             return ceiling_s
-        if self._device.pins and beat.part is Part.SNAPSHOT and not beat.committed_step:
+        if self._device.pins and beat.part is StepPart.SNAPSHOT and not beat.committed_step:
             return ceiling_s
         if self._only_beating:  # it shows steps only: an evaluation between them looks the same
             return ceiling_s
@@ -221,7 +221,7 @@ class HangWatch:
         return ceiling_s if learned is None else min(ceiling_s, max(self._floor_s, learned))
 
 
-def _since(watched: _Watched, part: Part) -> list[int]:
+def _since(watched: _Watched, part: StepPart) -> list[int]:
     assert watched.before is not None
     assert watched.pace is not None
     return [
@@ -234,22 +234,22 @@ def _since(watched: _Watched, part: Part) -> list[int]:
 class Learned:
     """Limits of the steady loop, as far as it has shown what is usual."""
 
-    by_part: Mapping[Part, float] = field(default_factory=dict)
+    by_part: Mapping[StepPart, float] = field(default_factory=dict)
     overall: float | None = None
     """For parts that were never seen to take any time; None: nothing is known yet."""
 
     @classmethod
     def of(cls, gaps: Sequence[Sequence[int]], step_s: float) -> Learned:
-        """Learn from histograms, one for each `Part`, and the time of a step."""
+        """Learn from histograms, one for each `StepPart`, and the time of a step."""
         least = STEP_FACTOR * step_s
         by_part = {
-            Part(part): max(least, gap_limit_s(buckets))
+            StepPart(part): max(least, gap_limit_s(buckets))
             for part, buckets in enumerate(gaps)
-            if any(buckets) and part != Part.COMPILE
+            if any(buckets) and part != StepPart.COMPILE
         }
         return cls(by_part, max(by_part.values()) if by_part else None)
 
-    def limit_s(self, part: Part) -> float | None:
+    def limit_s(self, part: StepPart) -> float | None:
         """Return how long a worker may stand still in `part`; None: not known."""
         return self.by_part.get(part, self.overall)
 

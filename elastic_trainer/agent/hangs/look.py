@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
+from elastic_trainer.agent.hangs.stacks import StackTarget, gather_stacks
 from elastic_trainer.record.events import Event
 
 DEADLINE_S = 5.0
@@ -31,7 +31,7 @@ SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see scra
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LiveWorker:
     """A live worker on this node."""
 
     rank: int
@@ -43,7 +43,7 @@ class Found:
 
 def find_workers(
     run_dir: Path, *, node: str | None, scratch: Path = SCRATCH, proc: Path = Path("/proc")
-) -> list[Found]:
+) -> list[LiveWorker]:
     """Return the live workers of a run on this machine, by rank.
 
     The record says which process is which rank; the kernel says whether it is still that one.
@@ -56,7 +56,7 @@ def find_workers(
     """
     run_id = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["run_id"]
     files = [f"agent-{node}.jsonl"] if node else ["agent-*.jsonl"]
-    newest: dict[int, Found] = {}
+    newest: dict[int, LiveWorker] = {}
     for path in (found for name in files for found in (run_dir / "events").glob(name)):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             event = Event.decode(line) if '"worker.started"' in line else None
@@ -66,7 +66,7 @@ def find_workers(
             name = f"{event.epoch}-{event.fields['local_rank']}.heartbeat"
             beats = scratch.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
             heartbeat = next(iter(beats), scratch / name)
-            found = Found(rank, pid, event.epoch, event.node, heartbeat)
+            found = LiveWorker(rank, pid, event.epoch, event.node, heartbeat)
             if _is_of(proc, pid, run_dir) and (
                 rank not in newest or newest[rank].epoch < found.epoch
             ):
@@ -99,7 +99,7 @@ def look(
     """Return one mapping for each worker here: rank, pid, epoch, node, host, text."""
     found = find_workers(run_dir.resolve(), node=env.get("SLURMD_NODENAME") or env.get("POD_NAME"))
     found = [worker for worker in found if not ranks or worker.rank in ranks]
-    targets = [Target(rank=w.rank, pid=w.pid, heartbeat=w.heartbeat) for w in found]
+    targets = [StackTarget(rank=w.rank, pid=w.pid, heartbeat=w.heartbeat) for w in found]
     dump = gather_stacks(targets, deadline_s=deadline_s, spy_too=True)
     return [
         {

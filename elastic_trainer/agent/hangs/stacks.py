@@ -48,7 +48,7 @@ _SILENT = _ENDED | {"T", "t"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class StackTarget:
     """A worker to look at."""
 
     rank: int
@@ -57,10 +57,10 @@ class Target:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Pending:
     """A worker that was asked, and what is still to come."""
 
-    target: Target
+    target: StackTarget
     kernel: str
     answers: bool
     """It has a thread that answers."""
@@ -94,7 +94,7 @@ class Dump:
 
 
 def gather_stacks(
-    targets: Sequence[Target],
+    targets: Sequence[StackTarget],
     *,
     deadline_s: float = GATHER_S,
     spy_too: bool = False,
@@ -124,13 +124,13 @@ def gather_stacks(
     return dump
 
 
-def _wait(asked: Sequence[_Asked], *, until: float, clock: Callable[[], float]) -> None:
+def _wait(asked: Sequence[_Pending], *, until: float, clock: Callable[[], float]) -> None:
     while clock() < until and not all(one.done() for one in asked):
         time.sleep(_POLL_S)
 
 
 def gather_fronts(
-    targets: Sequence[Target],
+    targets: Sequence[StackTarget],
     *,
     deadline_s: float = FRONTS_S,
     clock: Callable[[], float] = time.monotonic,
@@ -160,7 +160,7 @@ def find_py_spy() -> str | None:
 
 
 def dump_stacks(
-    targets: Sequence[Target], stacks_dir: Path, epoch: int, log: EventLog
+    targets: Sequence[StackTarget], stacks_dir: Path, epoch: int, log: EventLog
 ) -> threading.Thread:
     """Look at the workers, return after GATHER_S, and keep what was seen.
 
@@ -209,9 +209,9 @@ def keep_stacks(
     return thread
 
 
-def _ask(target: Target, spy: str | None, *, spy_too: bool) -> _Asked:
+def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Pending:
     kernel, state = kernel_view(target.pid), state_of(target.pid)
-    asked = _Asked(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
+    asked = _Pending(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
     if spy is not None and state not in _ENDED and (spy_too or not asked.answers):
         asked.spy = subprocess.Popen(
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
@@ -222,7 +222,7 @@ def _ask(target: Target, spy: str | None, *, spy_too: bool) -> _Asked:
     return asked
 
 
-def _text_of(asked: _Asked) -> str:
+def _text_of(asked: _Pending) -> str:
     parts = [asked.kernel]
     if asked.answers:
         said = _read(stacks_path(asked.target.heartbeat))

@@ -14,7 +14,7 @@ from typing import Final
 from elastic_trainer.agent.membership.notices import WorkersFailed, WorkersSeen, WorkerView
 from elastic_trainer.record.failures import Action, Failure, Kind
 from elastic_trainer.record.flight_recorder import Front
-from elastic_trainer.worker.heartbeat import WAITING, Part, Section
+from elastic_trainer.worker.heartbeat import WAITING, Section, StepPart
 
 ANSWER_S: Final = 0.5
 """How long an agent may take to say where its workers stand, and a coordinator to ask. The
@@ -137,7 +137,7 @@ def _position(view: WorkerView) -> tuple[int, int]:
 def _waits(view: WorkerView) -> bool:
     section = Section[view.section.upper()]
     return section is Section.CONNECTING or (
-        section in _LOOP and Part[view.part.upper()] in WAITING
+        section in _LOOP and StepPart[view.part.upper()] in WAITING
     )
 
 

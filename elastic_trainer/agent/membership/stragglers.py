@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.membership.notices import RankPace
-from elastic_trainer.worker.heartbeat import Part
+from elastic_trainer.worker.heartbeat import StepPart
 
-OWN_PARTS: Final = (Part.DATA, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
+OWN_PARTS: Final = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 """The order of `RankPace.own_s`."""
 FACTOR: Final = 1.5
 """A part that takes this many times what it takes the median of the peers is slow, …"""

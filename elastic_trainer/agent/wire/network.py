@@ -25,9 +25,9 @@ from elastic_trainer.worker.open_files import open_files
 from elastic_trainer.worker.secret import (
     TAG_BYTES,
     AuthError,
+    AuthSession,
     Badge,
     Handshake,
-    Session,
     fingerprint,
 )
 
@@ -202,7 +202,7 @@ class _Link(asyncio.Protocol):
         self._endpoint, self.conn, self.host, self.dialed = endpoint, conn, host, dialed
         self.transport: asyncio.Transport | None = None
         self.handshake: Handshake | None = None
-        self.session: Session | None = None
+        self.session: AuthSession | None = None
         """None: the other end has not proved itself."""
         self.connecting: asyncio.Task[None] | None = None
         self.closing = False

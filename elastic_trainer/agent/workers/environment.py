@@ -15,7 +15,7 @@ from elastic_trainer.agent.membership.tasks import Launch
 from elastic_trainer.agent.wire.addresses import interface_of
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.plan.ladder import Ladder, Rung
-from elastic_trainer.state.snapshots.peer import Peer, write_peers
+from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
 
 
 def base_environment(
@@ -131,8 +131,8 @@ def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
     return path
 
 
-def _peer(member: Member) -> Peer:
-    return Peer(
+def _peer(member: Member) -> KeeperAddress:
+    return KeeperAddress(
         node=member.node,
         address=member.address,
         port=member.snapshot_port,

@@ -26,7 +26,7 @@ from elastic_trainer.record.script_steps import (
     MOST_FROM_SCRATCH,
     Restart,
     Shown,
-    Source,
+    StepSource,
     begun,
     newest_shown,
     restart,
@@ -38,7 +38,7 @@ PROGRESS_S = 1.0
 
 
 @dataclass(slots=True)
-class _Stop:
+class _StopSent:
     """A request passed on as a signal."""
 
     request: Request
@@ -84,7 +84,7 @@ class Scripts:
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s, self._stop_signal = grace_s, stop_signal
         self._may_begin_anew = from_scratch
-        self._stop: _Stop | None = None
+        self._stop: _StopSent | None = None
         self._signalled = False
         """This node's agent was signalled: a scheduler signals the workers beside it."""
         self._shown_step, self._shown_at = 0, float("-inf")
@@ -181,7 +181,7 @@ class Scripts:
                 )
                 if first := firsts.get(local_rank, 0):
                     merged[local_rank] = replace(
-                        merged[local_rank], first=first, source=Source.OUTPUT
+                        merged[local_rank], first=first, source=StepSource.OUTPUT
                     )
         return merged
 
@@ -215,7 +215,7 @@ class Scripts:
         if self._uses_api or not self._begun:
             return None  # its state is restored, and a restore that goes back is on record
         source = max(beat.source for beat in self._begun.values())
-        counted = source <= Source.OPTIMIZER
+        counted = source <= StepSource.OPTIMIZER
         if counted:  # one that is not sure may have resumed
             source = min(beat.source for beat in self._begun.values())
         alike = [beat for beat in self._begun.values() if counted or beat.source is source]
@@ -303,7 +303,7 @@ class Scripts:
             number = signal.Signals[name]
             if number is signal.SIGTERM:  # whatever asked, the script may handle another
                 number = self._stop_signal
-            self._stop = _Stop(request, number, now + self._grace_s)
+            self._stop = _StopSent(request, number, now + self._grace_s)
         self._stop.request |= request
 
     def announce(self, name: str, *, alone: bool) -> str:

@@ -102,7 +102,7 @@ class _Found:
 
 
 @dataclass(slots=True)
-class _Epoch:
+class _Tailed:
     number: int
     logs: list[_Open]
     found: dict[int, _Found] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class LogFollower:
         self._prefix = Template(prefix or "[${role_name}${local_rank}]:")
         self._pattern = re.compile(pattern) if pattern else None
         self._console = {Std.OUT: out or sys.stdout, Std.ERR: err or sys.stderr}
-        self._epochs: list[_Epoch] = []
+        self._epochs: list[_Tailed] = []
         """The newest last; older ones until they are read to their end."""
         self._changed = threading.Condition()
         self._closed = False
@@ -145,7 +145,7 @@ class LogFollower:
         """Continue with the logs of a new epoch, once the last one's are read to their end."""
         opened = [_Open(log, LogTail(log.path, log.offset)) for log in logs]
         with self._changed:
-            self._epochs.append(_Epoch(epoch, opened))
+            self._epochs.append(_Tailed(epoch, opened))
             self._changed.notify()
         if not self._thread.is_alive():
             self._thread.start()
@@ -201,7 +201,7 @@ class LogFollower:
                 if not self._closed and self._epochs[-1:] == epochs[-1:]:
                     self._changed.wait(POLL_S)
 
-    def _read(self, epoch: _Epoch) -> bool:
+    def _read(self, epoch: _Tailed) -> bool:
         """Read one piece of every log; return whether there may be more."""
         more = False
         for log in epoch.logs:
@@ -218,14 +218,14 @@ class LogFollower:
                 self._show(log, text)
         return more
 
-    def _finish(self, epoch: _Epoch) -> None:
+    def _finish(self, epoch: _Tailed) -> None:
         for log in epoch.logs:
             if rest := log.tail.close():
                 self._look(epoch, log.followed.local_rank, rest)
                 self._show(log, rest + "\n")
         epoch.logs = []
 
-    def _look(self, epoch: _Epoch, local_rank: int, text: str) -> None:
+    def _look(self, epoch: _Tailed, local_rank: int, text: str) -> None:
         """Take the newest step in `text`."""
         if self._pattern is None:
             return

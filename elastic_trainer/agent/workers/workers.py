@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.hangs.stacks import Target
+from elastic_trainer.agent.hangs.stacks import StackTarget
 from elastic_trainer.agent.membership.tasks import (
     Happening,
     Launch,
@@ -50,7 +50,7 @@ def oom_kills() -> int:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _Local:
     launch: Launch
     heartbeat: Heartbeat
     log_offset: int
@@ -60,11 +60,11 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Epoch:
+class _Started:
     number: int = -1
     oom_kills: int = 0
     """When it was launched."""
-    workers: dict[int, _Worker] = field(default_factory=dict)
+    workers: dict[int, _Local] = field(default_factory=dict)
     """local rank -> those not known to have ended."""
 
 
@@ -96,7 +96,7 @@ class Workers:
         self._ready = False
         self.cleared = True
         """Nothing that a worker of an ended epoch has started is left."""
-        self._epoch = _Epoch()
+        self._epoch = _Started()
         self._unsent: list[dict[str, Any]] = []
         self._found: list[Happening] = []
 
@@ -122,11 +122,11 @@ class Workers:
     def launch(self, epoch: int, launches: list[Launch]) -> None:
         """Start the workers of `epoch`; `poll` reports each. Nothing else may run."""
         assert not self._epoch.workers, f"epoch {self._epoch.number} still has workers"
-        self._epoch = _Epoch(epoch, self._oom_kills())
+        self._epoch = _Started(epoch, self._oom_kills())
         for launch in launches:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             launch.error_file.unlink(missing_ok=True)
-            self._epoch.workers[launch.local_rank] = _Worker(
+            self._epoch.workers[launch.local_rank] = _Local(
                 launch,
                 Heartbeat(launch.heartbeat, create=True),
                 size_of(launch.error_log or launch.log),
@@ -203,10 +203,10 @@ class Workers:
         """Return local rank -> where the time went, of the workers that run."""
         return {rank: worker.heartbeat.pace() for rank, worker in self._epoch.workers.items()}
 
-    def processes(self) -> dict[int, Target]:
+    def processes(self) -> dict[int, StackTarget]:
         """Return local rank -> process, of the workers that have started."""
         return {
-            local: Target(rank=w.launch.rank, pid=w.pid, heartbeat=w.launch.heartbeat)
+            local: StackTarget(rank=w.launch.rank, pid=w.pid, heartbeat=w.launch.heartbeat)
             for local, w in self._epoch.workers.items()
             if w.pid
         }
@@ -314,7 +314,7 @@ class Workers:
 
     # -- workers --------------------------------------------------------------------------
 
-    def _started(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+    def _started(self, worker: _Local, message: Mapping[str, Any]) -> None:
         worker.pid, self.cleared = message["pid"], False
         # Kernels before 5.3 have none, and one that ended and was reaped is gone:
         # the zygote's word has to do then.
@@ -330,7 +330,7 @@ class Workers:
             )
         )
 
-    def _exited(self, local_rank: int, worker: _Worker, status: int) -> None:
+    def _exited(self, local_rank: int, worker: _Local, status: int) -> None:
         record = _read_record(worker.launch.error_file)
         killed = status == -int(signal.SIGKILL)
         tail = ""
@@ -380,7 +380,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _read_tail(worker: _Worker) -> str:
+def _read_tail(worker: _Local) -> str:
     try:
         with (worker.launch.error_log or worker.launch.log).open("rb") as log:
             end = log.seek(0, os.SEEK_END)

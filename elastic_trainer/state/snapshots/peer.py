@@ -28,7 +28,7 @@ ANSWER_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class KeeperAddress:
     """Where one node's keeper listens. Port 0: that node keeps none."""
 
     node: str
@@ -43,7 +43,7 @@ class Peer:
 _GROUPS: Final = ("members", "spares", "left")
 
 
-def write_peers(path: Path, *groups: Sequence[Peer]) -> None:
+def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
     """Write the peers of an epoch for its workers: members by rank, spares, those that left."""
     rows = {
         name: [dataclasses.astuple(peer) for peer in peers]
@@ -52,12 +52,12 @@ def write_peers(path: Path, *groups: Sequence[Peer]) -> None:
     path.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def read_peers(path: Path) -> dict[str, tuple[Peer, ...]]:
+def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
     """Return members in rank order, spares, and those that have left, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     return {
         name: tuple(
-            Peer(node=node, address=address, port=port, machine=machine, domain=domain)
+            KeeperAddress(node=node, address=address, port=port, machine=machine, domain=domain)
             for node, address, port, machine, domain in raw[name]
         )
         for name in _GROUPS
@@ -75,7 +75,7 @@ class PeerLink:
         PeerError: it cannot be reached, is gone, or refused.
     """
 
-    def __init__(self, peer: Peer, authenticate: Authenticate) -> None:
+    def __init__(self, peer: KeeperAddress, authenticate: Authenticate) -> None:
         self.peer = peer
         try:
             self._sock = socket.create_connection((peer.address, peer.port), timeout=CONNECT_S)

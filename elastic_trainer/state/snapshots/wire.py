@@ -24,7 +24,7 @@ _MOST_PIECES: Final = 1024
 """Of one call: Linux's UIO_MAXIOV."""
 
 
-class Session(Protocol):
+class Authenticator(Protocol):
     """Authenticates messages in their order; `agent/wire/secret.py` has it."""
 
     def tag(self, digest: bytes) -> bytes:
@@ -34,7 +34,7 @@ class Session(Protocol):
         """Raise OSError where this is not the next message that was sent."""
 
 
-Authenticate = Callable[[socket.socket], Session]
+Authenticate = Callable[[socket.socket], Authenticator]
 """Proves both ends of a new connection to each other, or raises."""
 
 

@@ -113,7 +113,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """What one check found on one node. Plain values only: it travels."""
 
     check: str
@@ -129,7 +129,7 @@ class Finding:
     """UUIDs of all GPUs that answer, where they were looked for."""
 
 
-Check = Callable[[Expected], Finding]
+Check = Callable[[Expected], CheckResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class NodeReport:
     """What one node said."""
 
     node: str
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckResult, ...] = ()
     problem: str = ""
     """Why it said nothing; empty: it did."""
     clock: tuple[float, float] | None = None
@@ -153,11 +153,11 @@ class NodeReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class NodeAnswer:
     """What a node's process returns."""
 
     host: str
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[CheckResult, ...] = field(default=())
     at: float = 0.0
     """The node's time when it answered."""
 
@@ -165,16 +165,16 @@ class Answer:
 # -- on the node -------------------------------------------------------------------------------
 
 
-def check_gpus(expected: Expected) -> Finding:
+def check_gpus(expected: Expected) -> CheckResult:
     """Count the GPUs that answer."""
     name = "gpus"
     if expected.gpus == 0:
-        return Finding(check=name, text="none expected", value=None)
+        return CheckResult(check=name, text="none expected", value=None)
     gpus, how = _answering()
     found, seen = len(gpus), tuple(gpu.uuid for gpu in gpus if gpu.uuid)
     if found == expected.gpus:
-        return Finding(check=name, text=f"{found} answer", value=found, seen=seen)
-    return Finding(
+        return CheckResult(check=name, text=f"{found} answer", value=found, seen=seen)
+    return CheckResult(
         check=name,
         level="fail",
         text=f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it",
@@ -231,24 +231,24 @@ def _output(argv: Sequence[str]) -> tuple[str, str]:
         raise TimeoutError(f"{argv[0]} does not end within {_QUERY_S:g} s: reboot") from None
 
 
-def check_gpu_health(expected: Expected) -> Finding:
+def check_gpu_health(expected: Expected) -> CheckResult:
     """Look at memory errors, slow-downs, PCIe lanes, the NVLink fabric and who uses the GPUs."""
     return _by_tool(
         "gpu-health", ["nvidia-smi", "-q", "-x"], gpu_problems, expected, identity=gpu_identity
     )
 
 
-def check_nvlink(expected: Expected) -> Finding:
+def check_nvlink(expected: Expected) -> CheckResult:
     """Look whether all NVLinks are up."""
     return _by_tool("nvlink", ["nvidia-smi", "nvlink", "--status"], nvlink_problems, expected)
 
 
-def check_dcgm(expected: Expected) -> Finding:
+def check_dcgm(expected: Expected) -> CheckResult:
     """Let DCGM test for seconds."""
     return _by_tool("dcgm", ["dcgmi", "diag", "-r", "1", "-j"], dcgm_problems, expected)
 
 
-def check_kernel(expected: Expected) -> Finding:
+def check_kernel(expected: Expected) -> CheckResult:
     """Look for the XIDs since boot that count against the machine."""
 
     def problems(text: str) -> Iterator[Wrong]:
@@ -267,12 +267,12 @@ def check_kernel(expected: Expected) -> Finding:
     return _judged("kernel", problems(said)) if " kernel: " in said else found
 
 
-def check_fabric_manager(expected: Expected) -> Finding:
+def check_fabric_manager(expected: Expected) -> CheckResult:
     """Look whether the service that sets up the NVSwitches runs, in the driver's version."""
     name = "fabric-manager"
     switches = _SWITCHES.is_dir() and any(_SWITCHES.iterdir())
     if expected.gpus == 0 or not switches:
-        return Finding(check=name, level="not here", text="no NVSwitches")
+        return CheckResult(check=name, level="not here", text="no NVSwitches")
     version = _version(["nv-fabricmanager", "--version"], fabric_manager_version)
     wanted = "LoadState,ActiveState,SubState,UnitFileState,Result"
     return _by_tool(
@@ -285,7 +285,7 @@ def check_fabric_manager(expected: Expected) -> Finding:
     )
 
 
-def check_nics(expected: Expected) -> Finding:
+def check_nics(expected: Expected) -> CheckResult:
     """Look at the InfiniBand, RoCE and EFA ports."""
     found = _by_tool("nics", ["ibstat"], lambda text: port_problems(ports(text)), expected,
                      identity=lambda text: _rates(ports(text)))  # fmt: skip
@@ -297,14 +297,14 @@ def check_nics(expected: Expected) -> Finding:
     return _judged("nics", port_problems(there), _rates(there))
 
 
-def check_ethernet(expected: Expected) -> Finding:
+def check_ethernet(expected: Expected) -> CheckResult:
     """Tell the speeds of the Ethernet interfaces that are up."""
     del expected
     speeds = ethernet_speeds(_sysfs("net", "*/speed", "*/operstate"))
     if not speeds:
-        return Finding(check="ethernet", level="not here", text="no interface tells its speed")
+        return CheckResult(check="ethernet", level="not here", text="no interface tells its speed")
     text = ", ".join(f"{speed / 1000:g}" for speed in sorted(speeds.values())) + " Gb/s"
-    return Finding(check="ethernet", text=text, value=text)
+    return CheckResult(check="ethernet", text=text, value=text)
 
 
 def _rates(there: Mapping[str, Mapping[str, str]]) -> str | None:
@@ -342,22 +342,22 @@ def _by_tool(
     expected: Expected,
     *,
     identity: Callable[[str], str | None] = lambda _: None,
-) -> Finding:
+) -> CheckResult:
     """Return what `problems` finds in a tool's output; `identity`: what nodes have in common."""
     if argv[0] in _OF_GPUS and expected.gpus == 0:
-        return Finding(check=name, level="not here", text="no GPUs expected")
+        return CheckResult(check=name, level="not here", text="no GPUs expected")
     try:
         said, complaint = _output(argv)
     except FileNotFoundError as error:
-        return Finding(check=name, level="not here", text=str(error))
+        return CheckResult(check=name, level="not here", text=str(error))
     except TimeoutError as error:
-        return Finding(check=name, level="fail", text=str(error))
+        return CheckResult(check=name, level="fail", text=str(error))
     if not said.strip() and complaint.strip():
-        return Finding(check=name, level="not here", text=complaint.strip().splitlines()[-1])
+        return CheckResult(check=name, level="not here", text=complaint.strip().splitlines()[-1])
     return _judged(name, problems(said), identity(said))
 
 
-def _judged(name: str, problems: Iterable[Wrong], value: str | None = None) -> Finding:
+def _judged(name: str, problems: Iterable[Wrong], value: str | None = None) -> CheckResult:
     found = list(problems)
     if found:
         level = "fail" if any(wrong.level == "fail" for wrong in found) else "warn"
@@ -365,11 +365,11 @@ def _judged(name: str, problems: Iterable[Wrong], value: str | None = None) -> F
         more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
         gpus = {wrong.gpu for wrong in found if wrong.level == "fail"} - {""}
         text = "; ".join(words[:_SHOWN]) + more
-        return Finding(check=name, level=level, text=text, gpus=tuple(sorted(gpus)))
-    return Finding(check=name, text=value or "nothing wrong", value=value)
+        return CheckResult(check=name, level=level, text=text, gpus=tuple(sorted(gpus)))
+    return CheckResult(check=name, text=value or "nothing wrong", value=value)
 
 
-def check_storage(expected: Expected) -> Finding:
+def check_storage(expected: Expected) -> CheckResult:
     """Write and sync 64 MiB in the shared folder; look at its free space."""
     name, folder = "storage", Path(expected.directory)
     probe = folder / f".holdfast-preflight-{socket.gethostname()}-{os.getpid()}"
@@ -384,32 +384,32 @@ def check_storage(expected: Expected) -> Finding:
         speed = _WRITE_BYTES / _MIB / max(time.monotonic() - begin, 1e-9)
     except OSError as error:
         why = f"{folder} cannot be written: {error.strerror or error}"
-        return Finding(check=name, level="fail", text=f"{why}; fix the mount or the rights")
+        return CheckResult(check=name, level="fail", text=f"{why}; fix the mount or the rights")
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     free = usage.free / _GIB
     if free < expected.min_free_gib:
         text = f"{folder}: {free:.1f} GiB free, {expected.min_free_gib:g} wanted; make room"
-        return Finding(check=name, level="fail", text=text, value=speed)
+        return CheckResult(check=name, level="fail", text=text, value=speed)
     if speed < expected.min_write_mib_s:
         text = f"{speed:.0f} MiB/s, {expected.min_write_mib_s:g} wanted; look at mount and network"
-        return Finding(check=name, level="fail", text=text, value=speed)
-    return Finding(check=name, text=f"{speed:.0f} MiB/s, {free:.0f} GiB free", value=speed)
+        return CheckResult(check=name, level="fail", text=text, value=speed)
+    return CheckResult(check=name, text=f"{speed:.0f} MiB/s, {free:.0f} GiB free", value=speed)
 
 
-def check_shm(expected: Expected) -> Finding:
+def check_shm(expected: Expected) -> CheckResult:
     """Look at the room in /dev/shm, where agents keep the newest state."""
     usage = shutil.disk_usage(SHM)
     free, total = usage.free / _GIB, usage.total / _GIB
     text = f"{free:.1f} of {total:.1f} GiB free"
     if free < expected.min_shm_gib:
         text += f", {expected.min_shm_gib:g} wanted; enlarge or empty {SHM}"
-        return Finding(check="shm", level="fail", text=text)
-    return Finding(check="shm", text=text)
+        return CheckResult(check="shm", level="fail", text=text)
+    return CheckResult(check="shm", text=text)
 
 
-def check_clock(expected: Expected) -> Finding:
+def check_clock(expected: Expected) -> CheckResult:
     """Compare this node's clock with that of the storage, which all nodes share."""
     probe = Path(expected.directory) / f".holdfast-clock-{socket.gethostname()}-{os.getpid()}"
     try:
@@ -419,14 +419,16 @@ def check_clock(expected: Expected) -> Finding:
         after = time.time()
         offset = (before + after) / 2 - probe.stat().st_mtime
     except OSError as error:
-        return Finding(check="clock", level="warn", text=f"cannot be compared: {error.strerror}")
+        return CheckResult(
+            check="clock", level="warn", text=f"cannot be compared: {error.strerror}"
+        )
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
-    return Finding(check="clock", text=f"{offset:+.3f} s from the storage's", value=offset)
+    return CheckResult(check="clock", text=f"{offset:+.3f} s from the storage's", value=offset)
 
 
-def check_time_sync(expected: Expected) -> Finding:
+def check_time_sync(expected: Expected) -> CheckResult:
     """Look whether a daemon keeps the clock: chrony, else whichever timedatectl knows of."""
     name = "time-sync"
     found = _by_tool(
@@ -446,7 +448,7 @@ def _chrony_says(text: str) -> str | None:
     return None if offset is None else f"{offset:+.6f} s from the time servers"
 
 
-def check_versions(expected: Expected) -> Finding:
+def check_versions(expected: Expected) -> CheckResult:
     """Tell the versions that must be the same everywhere; nothing is imported."""
     del expected
     said: dict[str, str | None] = {"python": platform.python_version()}
@@ -456,7 +458,7 @@ def check_versions(expected: Expected) -> Finding:
     said["CUDA"], said["NCCL"] = _torch_cuda(), _nccl()
     names = ("python", "torch", "CUDA", "NCCL", DISTRIBUTION)
     text = ", ".join(f"{name} {said.get(name) or 'none'}" for name in names)
-    return Finding(check="versions", text=text, value=text)
+    return CheckResult(check="versions", text=text, value=text)
 
 
 def _torch_cuda() -> str | None:
@@ -478,14 +480,14 @@ def _nccl() -> str | None:
     return "+".join(sorted(found)) or None
 
 
-def check_system(expected: Expected) -> Finding:
+def check_system(expected: Expected) -> CheckResult:
     """Tell kernel and driver; another one on a node is an upgrade that has not ended."""
     del expected
     text = f"kernel {platform.release()}, driver {_driver() or 'none'}"
-    return Finding(check="system", text=text, value=text)
+    return CheckResult(check="system", text=text, value=text)
 
 
-def check_orphans(expected: Expected) -> Finding:
+def check_orphans(expected: Expected) -> CheckResult:
     """Look for processes of ended jobs, and for those of no job that hold GPUs or CPUs."""
     del expected
     own = ancestors(os.getpid())
@@ -509,7 +511,7 @@ def _jobs() -> frozenset[str] | None:
     return jobs if own in jobs else None  # an answer without this very job is none
 
 
-def check_leftovers(expected: Expected) -> Finding:
+def check_leftovers(expected: Expected) -> CheckResult:
     """Look for what killed agents have left in /dev/shm: memory that nobody can use."""
     del expected
     stale = [path for path in SHM.glob("holdfast-*") if _is_stale(path)]
@@ -521,10 +523,10 @@ def check_leftovers(expected: Expected) -> Finding:
     unused = unused_segments(segments, mapped_segments(str(SHM)), prefixes=_SHARED)
     stale += [SHM / name for name in unused]
     if not stale:
-        return Finding(check="leftovers", text="none")
+        return CheckResult(check="leftovers", text="none")
     size = sum(_size(path) for path in stale)
     what = f"{counted(len(stale), 'file')} or folders, {size / _GIB:.1f} GiB, as {min(stale)}"
-    return Finding(check="leftovers", level="warn", text=f"{what}; remove them")
+    return CheckResult(check="leftovers", level="warn", text=f"{what}; remove them")
 
 
 def _is_stale(path: Path) -> bool:
@@ -582,23 +584,23 @@ def all_checks() -> dict[str, Check]:
     return found
 
 
-def run_checks(checks: Mapping[str, Check], expected: Expected) -> Answer:
+def run_checks(checks: Mapping[str, Check], expected: Expected) -> NodeAnswer:
     """Run `checks` here, one after the other; a check that fails itself is a failed check."""
     findings = []
     for name, check in checks.items():
         findings.append(_run(name, check, expected))
-    return Answer(host=socket.gethostname(), findings=tuple(findings), at=time.time())
+    return NodeAnswer(host=socket.gethostname(), findings=tuple(findings), at=time.time())
 
 
-def _run(name: str, check: Check, expected: Expected) -> Finding:
-    found: list[Finding] = []
+def _run(name: str, check: Check, expected: Expected) -> CheckResult:
+    found: list[CheckResult] = []
 
     def run() -> None:
         try:
             found.append(check(expected))
         except Exception as error:  # noqa: BLE001  others' code: what it raises is its finding
             text = f"the check itself failed: {type(error).__name__}: {error}"
-            found.append(Finding(check=name, level="fail", text=text))
+            found.append(CheckResult(check=name, level="fail", text=text))
 
     # What hangs in the kernel cannot be stopped: it is left behind.
     thread = threading.Thread(target=run, name=f"check-{name}", daemon=True)
@@ -607,7 +609,7 @@ def _run(name: str, check: Check, expected: Expected) -> Finding:
     if found:
         return found[0]
     text = f"does not end within {_CHECK_S:g} s: look at storage, driver and dmesg, or reboot"
-    return Finding(check=name, level="fail", text=text)
+    return CheckResult(check=name, level="fail", text=text)
 
 
 # -- over all nodes ----------------------------------------------------------------------------
@@ -626,7 +628,7 @@ def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeRepo
     middle = statistics.median(clocks.values()) if clocks else 0.0
     fast = statistics.median(speeds.values()) if speeds else 0.0
 
-    def evaluated(node: str, finding: Finding) -> Finding:
+    def evaluated(node: str, finding: CheckResult) -> CheckResult:
         value = finding.value
         if finding.level == "ok" and finding.check == "clock":
             # Storage that stamps files with the writer's time shows no difference.
@@ -676,5 +678,5 @@ def _values(reports: Sequence[NodeReport], check: str) -> dict[str, Any]:
     }
 
 
-def _worse(finding: Finding, level: str, text: str) -> Finding:
+def _worse(finding: CheckResult, level: str, text: str) -> CheckResult:
     return replace(finding, level=level, text=text)

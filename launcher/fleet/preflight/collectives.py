@@ -19,7 +19,7 @@ from typing import Any, Final
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.storage.atomic_file import write_atomic
 from launcher.fleet.preflight.bisection import Bisection, Group, Verdicts
-from launcher.fleet.preflight.checks import Finding
+from launcher.fleet.preflight.checks import CheckResult
 from launcher.platforms.retries import polled
 
 CHECK: Final = "collectives"
@@ -130,27 +130,27 @@ def serve_here(folder: str, node: str, backend: str, address: str | None) -> Non
         subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
 
 
-def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, Finding]:
+def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, CheckResult]:
     """Return each node's finding. Pure."""
     every = list(nodes)
     alone = "; two nodes cannot tell whether both are slow" if len(every) == 2 else ""
     return {node: _finding(verdicts, node, alone) for node in every}
 
 
-def _finding(verdicts: Verdicts, node: str, alone: str) -> Finding:
+def _finding(verdicts: Verdicts, node: str, alone: str) -> CheckResult:
     if node in verdicts.broken:
         text = (
             "does not end a collective with any node; take it out, look at NIC, GPUs and firewall"
         )
-        return Finding(check=CHECK, level="fail", text=text)
+        return CheckResult(check=CHECK, level="fail", text=text)
     if node in verdicts.slow:
         text = "slow with every node; look at clocks, PCIe width, link rate and other processes"
-        return Finding(check=CHECK, level="fail", text=text)
+        return CheckResult(check=CHECK, level="fail", text=text)
     if node in verdicts.suspects:
         others = ", ".join(sorted(verdicts.suspects))
         text = f"one of these is at fault: {others}; check them together with more nodes"
-        return Finding(check=CHECK, level="warn", text=text)
-    return Finding(check=CHECK, text=f"works with other nodes{alone}")
+        return CheckResult(check=CHECK, level="warn", text=text)
+    return CheckResult(check=CHECK, text=f"works with other nodes{alone}")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from launcher.fleet.preflight.checks import (
-    Answer,
     Check,
     Expected,
+    NodeAnswer,
     NodeReport,
     all_checks,
     evaluate,
@@ -48,7 +48,7 @@ _LOG_CHARS: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class NodeSelection:
     """Which nodes are checked, and under which account."""
 
     cluster: str = "slurm"
@@ -69,7 +69,7 @@ class Where:
 class _Asked:
     node: str
     job: Any
-    answer: Answer | None = None
+    answer: NodeAnswer | None = None
     problem: str = ""
     at: float = 0.0
     """This machine's time before it was asked."""
@@ -88,7 +88,7 @@ class Preflight:
         say: called with progress, for people who wait.
     """
 
-    where: Where
+    where: NodeSelection
     folder: Path
     commands: Commands = field(default_factory=SystemCommands)
     say: Callable[[str], None] = lambda _: None
@@ -295,7 +295,7 @@ class Preflight:
         if paths.result_pickle.exists():
             try:
                 one.answer = one.job.result()
-                if isinstance(one.answer, Answer):
+                if isinstance(one.answer, NodeAnswer):
                     at = one.answer.at
                     one.clock = at - time.time(), at - one.at
             except Exception as error:  # noqa: BLE001  whatever the node's process raised

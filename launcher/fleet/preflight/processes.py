@@ -26,7 +26,7 @@ _SHOWN: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class ProcStatus:
     """What /proc says of one process."""
 
     pid: int
@@ -45,7 +45,11 @@ class Process:
 
 
 def orphans(
-    processes: Mapping[int, Process], *, me: int, own: frozenset[int], live: frozenset[str] | None
+    processes: Mapping[int, ProcStatus],
+    *,
+    me: int,
+    own: frozenset[int],
+    live: frozenset[str] | None,
 ) -> Iterator[Wrong]:
     """Return what is left of ended jobs, or belongs to none.
 
@@ -57,7 +61,7 @@ def orphans(
     """
     # Where the check itself is in a job's cgroup, every job's processes are.
     tracked = any(processes[pid].tracked for pid in own if pid in processes)
-    others: dict[int, list[Process]] = {}
+    others: dict[int, list[ProcStatus]] = {}
     for pid, process in sorted(processes.items()):
         if pid in own:
             continue
@@ -77,17 +81,17 @@ def orphans(
         yield Wrong("warn", f"{who}: end it, or ask its user to")
 
 
-def _who(process: Process) -> str:
+def _who(process: ProcStatus) -> str:
     return f"process {process.pid} ({process.command[:_SHOWN]})"
 
 
-def _way(process: Process) -> str:
+def _way(process: ProcStatus) -> str:
     if process.stuck:
         return "it cannot be killed, reboot the node"
     return f"kill {process.pid}"
 
 
-def read_processes(proc: Path = PROC) -> dict[int, Process]:
+def read_processes(proc: Path = PROC) -> dict[int, ProcStatus]:
     """Return pid -> process, of all that can be seen; zombies hold nothing and are left out."""
     found = {}
     up_s = float((proc / "uptime").read_text().split()[0])
@@ -103,7 +107,7 @@ def read_processes(proc: Path = PROC) -> dict[int, Process]:
     return found
 
 
-def _read(folder: Path, up_s: float, tick: int) -> Process | None:
+def _read(folder: Path, up_s: float, tick: int) -> ProcStatus | None:
     # The name may have blanks and brackets; what follows the last bracket is numbers.
     name, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
     stat = rest.split()
@@ -115,7 +119,7 @@ def _read(folder: Path, up_s: float, tick: int) -> Process | None:
     if not words and stat[1] in ("0", "2"):
         return None  # a thread of the kernel
     cgroup = _JOB.search((folder / "cgroup").read_text(errors="replace"))
-    return Process(
+    return ProcStatus(
         pid=int(folder.name),
         uid=folder.stat().st_uid,
         command=words or name.partition("(")[2],

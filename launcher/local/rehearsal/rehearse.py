@@ -26,8 +26,8 @@ from launcher.local.rehearsal.verdicts import (
     Attempts,
     Failing,
     Level,
-    Stage,
-    Verdict,
+    Rehearsed,
+    RowVerdict,
     clocked,
     faults_of,
     sets_of,
@@ -103,7 +103,7 @@ class Rehearsal:
     _running: subprocess.Popen[str] | None = field(default=None, init=False)
     _asked_to_end: bool = field(default=False, init=False)
 
-    def run(self, only: Sequence[Failing]) -> list[Verdict]:
+    def run(self, only: Sequence[Failing]) -> list[RowVerdict]:
         """Return the verdicts, in order.
 
         Raises:
@@ -137,7 +137,7 @@ class Rehearsal:
                 "HF612", f"{self.folder} cannot be made: {error.strerror or error}; use --folder"
             ) from error
 
-    def _undisturbed(self, small: JobSpec) -> Stage:
+    def _undisturbed(self, small: JobSpec) -> Rehearsed:
         self.say("undisturbed: running")
         begun = self.mono()
         ended = self._hold("undisturbed", ())
@@ -150,14 +150,14 @@ class Rehearsal:
         ladder = plan(small).ladder
         steps = ended.summary["steps"]
         self.say(f"undisturbed: {steps} steps in {self.mono() - begun:.0f} s")
-        return Stage(
+        return Rehearsed(
             summary=ended.summary,
             nodes=ladder.max_nodes,
             smallest=ladder.min_nodes,
             is_script=small.command is not None,
         )
 
-    def _not_here(self, failing: Failing, stage: Stage) -> Verdict | None:
+    def _not_here(self, failing: Failing, stage: Rehearsed) -> RowVerdict | None:
         """Return the row of what this machine or this job has no way to show; None: it has."""
         why = ""
         if failing is Failing.SLOW and stage.is_script:
@@ -167,9 +167,9 @@ class Rehearsal:
                 why = f"it writes more than {SMALL_DISK_BYTES >> 30} GiB"
             elif not _may_mount(self.folder):
                 why = "no mounts of its own are allowed (unshare --user --mount)"
-        return Verdict(failing=failing, level=Level.NOT_HERE, text=why) if why else None
+        return RowVerdict(failing=failing, level=Level.NOT_HERE, text=why) if why else None
 
-    def _rehearse(self, failing: Failing, stage: Stage) -> Verdict:
+    def _rehearse(self, failing: Failing, stage: Rehearsed) -> RowVerdict:
         faults = faults_of(failing, stage)
         self.say(f"{failing}: running with {' '.join(faults)}")
         words = [word for fault in faults for word in ("--fault", fault)]
@@ -180,20 +180,20 @@ class Rehearsal:
             ended = self._hold(failing, (), resume=True)
             codes.append(ended.code)
         if ended.summary is None:
-            return Verdict(failing=failing, level=Level.FAIL, text=ended.said, faults=faults)
+            return RowVerdict(failing=failing, level=Level.FAIL, text=ended.said, faults=faults)
         events = RunRecord(self.folder / failing).poll()
         found = Attempts(codes=codes, summary=ended.summary, events=events)
         row = verdict(failing, stage, found, faults)
         return self._clocked(row) if failing is Failing.PREEMPTION else row
 
-    def _clocked(self, row: Verdict) -> Verdict:
+    def _clocked(self, row: RowVerdict) -> RowVerdict:
         """Hold the job's own clock chain against its own size."""
         ladder = plan(self.spec).ladder
         try:
             clock = clock_chain(self.spec, ladder)
         except UserError as error:
             text = f"{row.text}; {error.code} {error.message}"
-            return Verdict(failing=row.failing, level=Level.FAIL, text=text, faults=row.faults)
+            return RowVerdict(failing=row.failing, level=Level.FAIL, text=text, faults=row.faults)
         predicted_s = predicted_save_s(self.spec, ladder)
         return clocked(row, clock, predicted_s, is_script=self.spec.command is not None)
 

@@ -47,7 +47,7 @@ class Level(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RowVerdict:
     """One row."""
 
     failing: Failing
@@ -67,7 +67,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Rehearsed:
     """What the undisturbed run has shown, and what there is to strike."""
 
     summary: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Attempts:
     events: Sequence[Event]
 
 
-def faults_of(failing: Failing, stage: Stage) -> tuple[str, ...]:
+def faults_of(failing: Failing, stage: Rehearsed) -> tuple[str, ...]:
     """Return the texts for `--fault`; the first strikes after a third of the steps."""
     first = max(1, stage.steps // 3)
     last = stage.nodes - 1
@@ -117,7 +117,7 @@ def faults_of(failing: Failing, stage: Stage) -> tuple[str, ...]:
     }[failing]
 
 
-def sets_of(failing: Failing, stage: Stage) -> tuple[str, ...]:
+def sets_of(failing: Failing, stage: Rehearsed) -> tuple[str, ...]:
     """Return further `--set`s: a slow rank must be slow for a while before it is named."""
     if failing is not Failing.SLOW:
         return ()
@@ -125,7 +125,7 @@ def sets_of(failing: Failing, stage: Stage) -> tuple[str, ...]:
     return (f"train.steps={max(stage.steps, steps)}",)
 
 
-def _while_a_save_falls_due(stage: Stage, first: int) -> tuple[int, int]:
+def _while_a_save_falls_due(stage: Rehearsed, first: int) -> tuple[int, int]:
     """Return the steps from and to which the disk is full: one save in between, and one after."""
     saved: list[int] = stage.summary["checkpoints_committed"]
     if len(saved) < 3:
@@ -135,7 +135,9 @@ def _while_a_save_falls_due(stage: Stage, first: int) -> tuple[int, int]:
     return before, due + (after - due) // 2
 
 
-def verdict(failing: Failing, stage: Stage, found: Attempts, faults: Sequence[str]) -> Verdict:
+def verdict(
+    failing: Failing, stage: Rehearsed, found: Attempts, faults: Sequence[str]
+) -> RowVerdict:
     """Return what to say of a failure that was injected.
 
     Args:
@@ -151,10 +153,10 @@ def verdict(failing: Failing, stage: Stage, found: Attempts, faults: Sequence[st
         level, text = Level.WARN, warning
     else:
         text = _said(failing, stage, found)
-    return Verdict(failing=failing, level=level, text=text, faults=tuple(faults))
+    return RowVerdict(failing=failing, level=level, text=text, faults=tuple(faults))
 
 
-def _problems(failing: Failing, stage: Stage, found: Attempts) -> Iterator[str]:
+def _problems(failing: Failing, stage: Rehearsed, found: Attempts) -> Iterator[str]:
     if _injected(found) is None:
         yield f"not injected: the {stage.steps} steps were over before; let the job run longer"
         return
@@ -175,7 +177,7 @@ def _problems(failing: Failing, stage: Stage, found: Attempts) -> Iterator[str]:
     yield from _PROBLEMS.get(failing, _recovery_problems)(stage, found)
 
 
-def _loss_problems(stage: Stage, found: Attempts) -> Iterator[str]:
+def _loss_problems(stage: Rehearsed, found: Attempts) -> Iterator[str]:
     loss, usual = found.summary["final_loss"], stage.summary["final_loss"]
     # A script's batch may change with its nodes, and its loss is seen about once a second.
     comparable = found.summary["steps"] == stage.steps and not stage.is_script
@@ -183,18 +185,18 @@ def _loss_problems(stage: Stage, found: Attempts) -> Iterator[str]:
         yield f"the last loss is {loss:.6f}, undisturbed {usual:.6f}"
 
 
-def _recovery_problems(_stage: Stage, found: Attempts) -> Iterator[str]:
+def _recovery_problems(_stage: Rehearsed, found: Attempts) -> Iterator[str]:
     if not any(each["recovered_s"] is not None for each in found.summary["failures"]):
         yield "the failure was not noticed: nothing was restarted"
 
 
-def _hang_problems(stage: Stage, found: Attempts) -> Iterator[str]:
+def _hang_problems(stage: Rehearsed, found: Attempts) -> Iterator[str]:
     if not any(each["kind"] == Kind.HANG for each in found.summary["failures"]):
         yield "no hang was found"
     yield from _recovery_problems(stage, found)
 
 
-def _disk_problems(stage: Stage, found: Attempts) -> Iterator[str]:
+def _disk_problems(stage: Rehearsed, found: Attempts) -> Iterator[str]:
     full = _injected(found)
     assert full is not None, "it was injected"
     saved: list[int] = found.summary["checkpoints_committed"]
@@ -202,7 +204,7 @@ def _disk_problems(stage: Stage, found: Attempts) -> Iterator[str]:
         yield "no checkpoint was committed once there was space again"
 
 
-def _slow_problems(_stage: Stage, found: Attempts) -> Iterator[str]:
+def _slow_problems(_stage: Rehearsed, found: Attempts) -> Iterator[str]:
     struck = _injected(found)
     assert struck is not None, "it was injected"
     # Of ranks that share their tensors one is as slow as the other: the node counts.
@@ -242,7 +244,7 @@ def _exits_by_kill(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if e.event == "worker.exit" and e.fields["signal"] == _SIGKILL]
 
 
-def _nothing(_stage: Stage, _found: Attempts) -> Iterator[str]:
+def _nothing(_stage: Rehearsed, _found: Attempts) -> Iterator[str]:
     yield from ()
 
 
@@ -254,7 +256,7 @@ _CRASHES: Final = (
     signal.SIGFPE,
     signal.SIGSEGV,
 )
-_Problems = Callable[[Stage, Attempts], Iterator[str]]
+_Problems = Callable[[Rehearsed, Attempts], Iterator[str]]
 _PROBLEMS: Final[Mapping[Failing, _Problems]] = {
     Failing.HANG: _hang_problems,
     Failing.DISK: _disk_problems,
@@ -263,11 +265,11 @@ _PROBLEMS: Final[Mapping[Failing, _Problems]] = {
 }
 
 
-def _no_warning(_stage: Stage, _found: Attempts) -> str:
+def _no_warning(_stage: Rehearsed, _found: Attempts) -> str:
     return ""
 
 
-def _disk_warning(stage: Stage, found: Attempts) -> str:
+def _disk_warning(stage: Rehearsed, found: Attempts) -> str:
     if stage.is_script or found.summary["checkpoints_failed"]:
         return ""
     return "no checkpoint fell due while the disk was full; save more often"
@@ -285,10 +287,12 @@ def _crash_warning(found: Attempts) -> str:
     return f"{counted(len(crashed), 'worker')} crashed, which was not injected: {where}"
 
 
-_WARNINGS: Final[Mapping[Failing, Callable[[Stage, Attempts], str]]] = {Failing.DISK: _disk_warning}
+_WARNINGS: Final[Mapping[Failing, Callable[[Rehearsed, Attempts], str]]] = {
+    Failing.DISK: _disk_warning
+}
 
 
-def _said(failing: Failing, stage: Stage, found: Attempts) -> str:
+def _said(failing: Failing, stage: Rehearsed, found: Attempts) -> str:
     summary = found.summary
     if failing is Failing.PREEMPTION:
         said = f"ended {stop_seconds(found.events):.1f} s after the signal, went on in a second job"
@@ -312,7 +316,7 @@ def stop_seconds(events: Sequence[Event]) -> float:
     return next(e.t_unix for e in events if e.event == "run.ended" and e.t_unix >= begun) - begun
 
 
-def clocked(row: Verdict, clock: Clock, predicted_s: float, *, is_script: bool) -> Verdict:
+def clocked(row: RowVerdict, clock: Clock, predicted_s: float, *, is_script: bool) -> RowVerdict:
     """Return the verdict on a preemption with what the job's own size makes of it.
 
     Args:
@@ -335,7 +339,7 @@ def _injected(found: Attempts) -> Event | None:
     return next((event for event in found.events if event.event == "fault.injected"), None)
 
 
-def passed(rows: Sequence[Verdict]) -> bool:
+def passed(rows: Sequence[RowVerdict]) -> bool:
     """Whether nothing failed, and something was rehearsed at all."""
     return all(row.level is not Level.FAIL for row in rows) and any(
         row.level in (Level.OK, Level.WARN) for row in rows

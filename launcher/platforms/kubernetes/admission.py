@@ -58,7 +58,7 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class KubernetesCluster:
     """What a cluster says; what it does not say is empty."""
 
     missing: Sequence[Named] = ()
@@ -77,7 +77,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PodsRequest:
     """What a job asks of a cluster."""
 
     bundle: Bundle
@@ -94,7 +94,7 @@ class Request:
         return spec
 
 
-def request_of(bundle: Bundle, job_json: str, namespace: str) -> Request:
+def request_of(bundle: Bundle, job_json: str, namespace: str) -> PodsRequest:
     """Return what a bundle asks for.
 
     Args:
@@ -111,7 +111,7 @@ def request_of(bundle: Bundle, job_json: str, namespace: str) -> Request:
         asked = container.get("resources") or {}
         for name, text in ((asked.get("limits") or {}) | (asked.get("requests") or {})).items():
             found[name] = found.get(name, Decimal()) + quantity(text)
-    return Request(bundle=bundle, least=least, namespace=namespace, resources=found)
+    return PodsRequest(bundle=bundle, least=least, namespace=namespace, resources=found)
 
 
 def quantity(value: object) -> Decimal:
@@ -164,7 +164,7 @@ def class_of(claim: Mapping[str, Any]) -> str:
     return str(spec.get("storageClassName") or "") if waits else ""
 
 
-def sample_pod(request: Request) -> Object:
+def sample_pod(request: PodsRequest) -> Object:
     """Return one of the pods, for the server's dry run."""
     template, spec = request.bundle.template, dict(request.spec)
     if any(one["kind"] == "ServiceAccount" for one in request.bundle.documents):
@@ -181,7 +181,7 @@ def sample_pod(request: Request) -> Object:
     }
 
 
-def problems(request: Request, cluster: Cluster) -> list[Problem]:
+def problems(request: PodsRequest, cluster: KubernetesCluster) -> list[Problem]:
     """Return what keeps the job from running, and as warnings what it waits for.
 
     HF753 a right, HF755 the namespace, HF756 a quota, HF757 what the server says to a pod, HF760
@@ -203,7 +203,7 @@ def _problem(code: str, key: str, message: str) -> Problem:
     return Problem(code, Where(key=key), message)
 
 
-def _missing(request: Request, cluster: Cluster) -> Iterator[Problem]:
+def _missing(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
     for each in cluster.missing:
         resource = each.versions[0]
         where = "" if resource == STORAGE_CLASS else f" in namespace {request.namespace}"
@@ -211,7 +211,7 @@ def _missing(request: Request, cluster: Cluster) -> Iterator[Problem]:
         yield _problem("HF760" if each.needed else "HF184", each.key, message)
 
 
-def _claims(request: Request, cluster: Cluster) -> Iterator[Problem]:
+def _claims(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
     """Yield claims that pods on several nodes cannot mount together."""
     for claim in cluster.claims:
         modes = (claim.get("spec") or {}).get("accessModes") or ()
@@ -226,7 +226,7 @@ def _claims(request: Request, cluster: Cluster) -> Iterator[Problem]:
 _SHARED: Final = frozenset({"ReadWriteMany", "ReadOnlyMany"})
 
 
-def _refused(cluster: Cluster) -> Iterator[Problem]:
+def _refused(cluster: KubernetesCluster) -> Iterator[Problem]:
     """Yield what the server says to a pod.
 
     Its own admission says the same to controllers. Webhooks and policies may not: they may look
@@ -243,7 +243,7 @@ def _refused(cluster: Cluster) -> Iterator[Problem]:
         yield _problem("HF183", "kubernetes", message)
 
 
-def _quotas(request: Request, cluster: Cluster) -> Iterator[Problem]:
+def _quotas(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
     """Yield quotas with too little room: first what they allow at all, then what is left."""
     wanted = request.bundle.num_pods
     for quota in cluster.quotas:
@@ -271,7 +271,7 @@ def _quotas(request: Request, cluster: Cluster) -> Iterator[Problem]:
             yield _problem(code, _key(name), f"{message}; {fix}")
 
 
-def _charged(request: Request, name: str) -> Decimal:
+def _charged(request: PodsRequest, name: str) -> Decimal:
     """Return what a pod takes of a quota's resource; 0: nothing, or not known."""
     if name.startswith("limits."):
         limit = name.removeprefix("limits.")
@@ -303,7 +303,7 @@ def _applies(spec: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
     return all(map(one, rows))
 
 
-def _nodes(request: Request, cluster: Cluster) -> Iterator[Problem]:
+def _nodes(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
     """Yield that the nodes there are, were they empty, have too little room."""
     wanted = request.bundle.num_pods
     if cluster.nodes is None:
@@ -319,7 +319,7 @@ def _nodes(request: Request, cluster: Cluster) -> Iterator[Problem]:
         yield _problem("HF182", "cluster.nodes", message)
 
 
-def fit_on(node: Mapping[str, Any], request: Request) -> int:
+def fit_on(node: Mapping[str, Any], request: PodsRequest) -> int:
     """Return how many of the pods an empty node holds, as its taints and resources say."""
     tolerated = request.spec.get("tolerations") or ()
     for taint in (node.get("spec") or {}).get("taints") or ():

@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_trainer.board.kubernetes_board import Answer
+from elastic_trainer.board.kubernetes_board import ApiReply
 from launcher.platforms.installed import need
 from launcher.platforms.kubernetes.documents import Object, Resource
 from launcher.platforms.kubernetes.errors import (
@@ -49,7 +49,7 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class ApiPatience:
     """How long a cluster is waited for, in seconds."""
 
     connect_s: float = 10.0
@@ -61,7 +61,7 @@ class Patience:
     """No call is tried again after this."""
 
 
-GLANCE: Final = Patience(connect_s=3.0, read_s=5.0, retry_s=0.0)
+GLANCE: Final = ApiPatience(connect_s=3.0, read_s=5.0, retry_s=0.0)
 """For a question whose answer one can do without."""
 
 
@@ -82,13 +82,13 @@ class KubernetesApi:
         *,
         context: str = "",
         namespace: str = "default",
-        patience: Patience | None = None,
+        patience: ApiPatience | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         from kubernetes.dynamic import DynamicClient
 
         self.client, self.context, self.namespace = client, context, namespace
-        self._patience, self._sleep = patience or Patience(), sleep
+        self._patience, self._sleep = patience or ApiPatience(), sleep
         # Paths are known (Resource.path): nothing is discovered.
         self._dynamic = DynamicClient(client, discoverer=lambda *_: None)
 
@@ -97,7 +97,7 @@ class KubernetesApi:
         """Its address."""
         return str(self.client.configuration.host)
 
-    def with_patience(self, patience: Patience) -> KubernetesApi:
+    def with_patience(self, patience: ApiPatience) -> KubernetesApi:
         """Return a client of the same cluster, as the same user, with other time-outs."""
         return KubernetesApi(
             self.client,
@@ -203,7 +203,7 @@ class KubernetesApi:
         call = self._call("patch", resource, namespace, name)
         return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
         """Send one request and return the answer, whatever its status: for a register.
 
         Nothing is tried again here; see `elastic_trainer.board.kubernetes_board`.
@@ -237,7 +237,7 @@ class KubernetesApi:
             parsed = json.loads(data)
         except ValueError:
             parsed = {}
-        return Answer(status, parsed if isinstance(parsed, dict) else {})
+        return ApiReply(status, parsed if isinstance(parsed, dict) else {})
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
         """Return what a container has written; empty where it has not started. Not tried again.
@@ -419,7 +419,7 @@ def connect(
     context: str = "",
     *,
     env: Mapping[str, str] | None = None,
-    patience: Patience | None = None,
+    patience: ApiPatience | None = None,
     sleep: Callable[[float], None] = time.sleep,
     pod_files: Path = SERVICE_ACCOUNT,
 ) -> KubernetesApi:

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 from launcher.platforms.kubernetes.admission import (
     CLAIM,
     STORAGE_CLASS,
-    Cluster,
+    KubernetesCluster,
     Named,
-    Request,
+    PodsRequest,
     class_of,
     fit_on,
     named,
@@ -37,7 +37,7 @@ _QUOTA: Final = Resource("v1", "resourcequotas")
 _REVIEW: Final = Resource("authorization.k8s.io/v1", "selfsubjectaccessreviews")
 
 
-def look_at(api: KubernetesApi, request: Request) -> Cluster:
+def look_at(api: KubernetesApi, request: PodsRequest) -> KubernetesCluster:
     """Return what the cluster says that concerns a job; nothing is raised."""
     api = api.with_patience(GLANCE)
     space = request.namespace
@@ -53,7 +53,7 @@ def look_at(api: KubernetesApi, request: Request) -> Cluster:
         classes = [one for _, one in there if one is not None]
         without = pool.map(lambda one: _lacks(api, "", one), classes)
         said, no_namespace = refused.result() or ("", False)
-        return Cluster(
+        return KubernetesCluster(
             missing=[one for one, lacks in zip(wanted, lacking, strict=True) if lacks]
             + [one for one, lacks in zip(classes, without, strict=True) if lacks],
             claims=[found for found, _ in there if found is not None],
@@ -89,7 +89,7 @@ def _claim(api: KubernetesApi, namespace: str, wanted: Named) -> tuple[Object | 
     return found, waits if waits_for else None
 
 
-def _nodes(api: KubernetesApi, request: Request) -> list[Object] | None:
+def _nodes(api: KubernetesApi, request: PodsRequest) -> list[Object] | None:
     """Return nodes with the labels that pods ask for: all, or as many as are room enough.
 
     None: there are too many to be listed in time.
@@ -107,7 +107,7 @@ def _nodes(api: KubernetesApi, request: Request) -> list[Object] | None:
     return found
 
 
-def _refused(api: KubernetesApi, request: Request) -> tuple[str, bool]:
+def _refused(api: KubernetesApi, request: PodsRequest) -> tuple[str, bool]:
     """Return what the server says to one of the pods, and if that is for want of the namespace."""
     try:
         api.create(POD, request.namespace, sample_pod(request), dry_run=True)
@@ -116,7 +116,7 @@ def _refused(api: KubernetesApi, request: Request) -> tuple[str, bool]:
     return "", False
 
 
-def _lacking(api: KubernetesApi, request: Request) -> str:
+def _lacking(api: KubernetesApi, request: PodsRequest) -> str:
     """Return the right that `submit` comes to need only once it has made something.
 
     All others the dry run of the documents asks for.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, Machine, PlatformEvent
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.platforms.kubernetes.admission import problems, request_of
 from launcher.platforms.kubernetes.api import KubernetesApi, connect
 from launcher.platforms.kubernetes.ask import look_at
@@ -54,7 +54,7 @@ from launcher.platforms.kubernetes.pods import (
     time_of,
     trouble_of,
 )
-from launcher.platforms.kubernetes.status_text import Seen, description_of, events_of, status_of
+from launcher.platforms.kubernetes.status_text import ApiView, description_of, events_of, status_of
 from launcher.platforms.kubernetes.storage import Storage
 from launcher.platforms.kubernetes.submit import Creation
 from launcher.platforms.kubernetes.watch import watch_until
@@ -107,7 +107,7 @@ class KubernetesBackend:
         self._api = cache(connected)
         self._bundles: dict[str, Bundle] = {}
         self._kind = "kubernetes"
-        self._last: dict[JobRef, tuple[float, Seen]] = {}
+        self._last: dict[JobRef, tuple[float, ApiView]] = {}
         """When a job was looked at last, and what was seen."""
 
     @property
@@ -345,7 +345,9 @@ class KubernetesBackend:
         storage.fetch(Path(job.run_dir), seen, mark=f"{job.id} {job.submit_time}")
         self._last[job] = (asked_at, seen)  # only what led to files is used again
 
-    def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
+    def run_on(
+        self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float
+    ) -> CommandResult:
         """Run a command in the pod called `node`, beside its agent.
 
         Raises:
@@ -393,7 +395,7 @@ class KubernetesBackend:
         bundle = self._bundle(job)
         return bundle.python, bundle.run_dir
 
-    def _seen(self, jobs: Iterable[JobRef], *, details: bool = False) -> dict[JobRef, Seen]:
+    def _seen(self, jobs: Iterable[JobRef], *, details: bool = False) -> dict[JobRef, ApiView]:
         """Return what the API shows of jobs of one namespace."""
         listed = list(jobs)
         if not listed:
@@ -474,7 +476,7 @@ class _Look:
     namespace: str
     now_unix: float
 
-    def at(self, bundles: Mapping[str, Bundle], *, details: bool = False) -> dict[str, Seen]:
+    def at(self, bundles: Mapping[str, Bundle], *, details: bool = False) -> dict[str, ApiView]:
         """Return what there is of jobs, by name.
 
         Args:
@@ -496,7 +498,7 @@ class _Look:
         for pod in pods:
             by_run.setdefault(label_of(pod, RUN_LABEL), []).append(pod)
         seen = {
-            name: Seen(
+            name: ApiView(
                 job=jobs.get((bundle.kind, name)),
                 pods=tuple(by_run.get(name, ())),
                 num_pods=bundle.num_pods,
@@ -505,7 +507,7 @@ class _Look:
         }
         return self._explained(seen, details=details)
 
-    def _explained(self, seen: dict[str, Seen], *, details: bool) -> dict[str, Seen]:
+    def _explained(self, seen: dict[str, ApiView], *, details: bool) -> dict[str, ApiView]:
         """Add what says why jobs do not run; a user without the right to it does without."""
         unwell = [name for name, one in seen.items() if self._is_unwell(one)]
         events = self._optional(EVENT) if details or unwell else ()
@@ -526,7 +528,7 @@ class _Look:
             for name, one in seen.items()
         }
 
-    def _is_unwell(self, seen: Seen) -> bool:
+    def _is_unwell(self, seen: ApiView) -> bool:
         """Whether more has to be asked about it."""
         if seen.job is None or has_ended(seen.job):
             return False
@@ -583,7 +585,7 @@ def _selector(names: Sequence[str]) -> str:
     return f"{mine},{RUN_LABEL} in ({','.join(sorted(names))})"
 
 
-def _same(seen: Seen, job: JobRef) -> Seen:
+def _same(seen: ApiView, job: JobRef) -> ApiView:
     """Return `seen` without an object that is a later submission under the same name."""
     if seen.job is None or job.submit_time is None:
         return seen

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.platforms.kubernetes.api import KubernetesApi
 from launcher.platforms.kubernetes.documents import Resource
 from launcher.platforms.kubernetes.errors import BrokenOffError, Call, refusal
@@ -63,7 +63,7 @@ class PodExec:
         stdin: IO[bytes] | None = None,
         out: IO[bytes] | None = None,
         timeout_s: float,
-    ) -> Answer:
+    ) -> CommandResult:
         """Run a command in a pod to its end.
 
         Args:
@@ -90,7 +90,7 @@ class PodExec:
                     err = (err + data)[-_MOST_STDERR:]
                 elif channel == _ERROR:
                     status += data
-        return Answer(
+        return CommandResult(
             argv=tuple(argv),
             code=exit_code(status, pod, _text(err)),
             out=_text(kept.getvalue()),

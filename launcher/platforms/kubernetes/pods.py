@@ -129,7 +129,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class PodFailure:
     """How the agent of one pod ended by an error."""
 
     pod: str
@@ -349,13 +349,13 @@ def trouble_of(
     return _started_badly(pod, events, ready or {})
 
 
-def failures(pods: Iterable[Object]) -> list[Failure]:
+def failures(pods: Iterable[Object]) -> list[PodFailure]:
     """Return how pods ended by an error, the earliest first; of a pod its last end."""
     found = [failure for pod in pods if (failure := _failure_of(pod)) is not None]
     return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
 
 
-def _failure_of(pod: Object) -> Failure | None:
+def _failure_of(pod: Object) -> PodFailure | None:
     """Return how a pod ended by an error: its agent, else another container, else as a whole."""
     whole, other = pod.get("status") or {}, ""
     ended: Mapping[str, Any] = {}
@@ -373,7 +373,7 @@ def _failure_of(pod: Object) -> Failure | None:
         message, when = whole.get("message"), whole.get("startTime")
     else:
         return None
-    return Failure(
+    return PodFailure(
         pod=name_of(pod),
         node=host_of(pod),
         code=code,
@@ -393,7 +393,7 @@ def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def told_ends(events: Iterable[Object], job: Object) -> list[Failure]:
+def told_ends(events: Iterable[Object], job: Object) -> list[PodFailure]:
     """Return how containers ended whose pods were replaced, as the training operator told.
 
     Args:
@@ -410,7 +410,7 @@ def told_ends(events: Iterable[Object], job: Object) -> list[Failure]:
         pod, container, code, message = match.groups()
         reason = str(event.get("reason") or "")
         found.append(
-            Failure(
+            PodFailure(
                 pod=pod,
                 node="",
                 code=int(code),
@@ -424,7 +424,7 @@ def told_ends(events: Iterable[Object], job: Object) -> list[Failure]:
 
 
 def bad_ends(
-    pods: Sequence[Object], told: Iterable[Failure], *, now_unix: float
+    pods: Sequence[Object], told: Iterable[PodFailure], *, now_unix: float
 ) -> dict[str, Trouble]:
     """Return pods -> how their containers were ended, or could not start, not long ago.
 
@@ -439,7 +439,7 @@ def bad_ends(
     places: dict[str, list[Object]] = {}
     for pod in sorted(pods, key=lambda pod: made_at(pod) or 0.0):
         places.setdefault(_place(pod), []).append(pod)
-    gone: dict[str, list[Failure]] = {}
+    gone: dict[str, list[PodFailure]] = {}
     for end in told:
         gone.setdefault(end.pod, []).append(end)
     found = {}
@@ -462,7 +462,7 @@ def bad_ends(
     return found
 
 
-def _is_telling(end: Failure) -> bool:
+def _is_telling(end: PodFailure) -> bool:
     return bool(end.reason) or end.code not in _OUR_CODES
 
 

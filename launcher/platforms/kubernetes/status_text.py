@@ -15,7 +15,7 @@ from launcher.platforms.kubernetes.documents import Object
 from launcher.platforms.kubernetes.errors import POD_SECURITY
 from launcher.platforms.kubernetes.pods import (
     DONE,
-    Failure,
+    PodFailure,
     Trouble,
     agent_status,
     bad_ends,
@@ -68,7 +68,7 @@ _QUEUE_WORDS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ApiView:
     """What the API showed of one job."""
 
     job: Object | None
@@ -107,7 +107,7 @@ class Seen:
         return is_ending(self.job) and not self.left
 
 
-def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
+def status_of(seen: ApiView, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
     """Return what `seen` comes to.
 
     Args:
@@ -144,7 +144,7 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     return _pending(seen, troubles, known)
 
 
-def events_of(seen: Seen) -> list[PlatformEvent]:
+def events_of(seen: ApiView) -> list[PlatformEvent]:
     """Return what the platform did with the job and its pods, in order of time."""
     names = {name_of(pod) for pod in seen.pods}
     if seen.job is not None:
@@ -167,7 +167,7 @@ def events_of(seen: Seen) -> list[PlatformEvent]:
     return sorted(found, key=lambda event: event.t_unix)
 
 
-def description_of(seen: Seen) -> dict[str, str]:
+def description_of(seen: ApiView) -> dict[str, str]:
     """Return what is kept of the job, in the platform's own names; empty: nothing."""
     job = seen.job
     if job is None:
@@ -193,7 +193,7 @@ def description_of(seen: Seen) -> dict[str, str]:
 
 
 def _deleted(
-    seen: Seen, now_unix: float, *, stop_asked: bool, started: float | None = None
+    seen: ApiView, now_unix: float, *, stop_asked: bool, started: float | None = None
 ) -> JobStatus:
     """Return the status of a job whose object is not there, or is about to go."""
     left = tuple(map(name_of, seen.left))
@@ -229,7 +229,7 @@ def _deleted(
     )
 
 
-def _failed(seen: Seen, failed: Mapping[str, Any], known: dict[str, Any]) -> JobStatus:
+def _failed(seen: ApiView, failed: Mapping[str, Any], known: dict[str, Any]) -> JobStatus:
     ends = failures(seen.pods)
     code = job_code(ends)
     state = JobState.SAVED if code == EXIT_SAVED else JobState.FAILED
@@ -241,7 +241,7 @@ def _failed(seen: Seen, failed: Mapping[str, Any], known: dict[str, Any]) -> Job
     )
 
 
-def job_code(ends: Sequence[Failure]) -> int | None:
+def job_code(ends: Sequence[PodFailure]) -> int | None:
     """Return the code of a job that failed, by how its pods ended; None: nobody can say.
 
     93 and 94 end a job wherever they come from; 128 and more only say that a pod was to be tried
@@ -255,7 +255,7 @@ def job_code(ends: Sequence[Failure]) -> int | None:
 
 
 def _running(
-    seen: Seen, troubles: Sequence[Trouble], known: dict[str, Any], running: int
+    seen: ApiView, troubles: Sequence[Trouble], known: dict[str, Any], running: int
 ) -> JobStatus:
     wanted = seen.num_pods or len(seen.pods)
     if not running and not troubles:
@@ -281,7 +281,7 @@ def _running(
     )
 
 
-def _pending(seen: Seen, troubles: Sequence[Trouble], known: dict[str, Any]) -> JobStatus:
+def _pending(seen: ApiView, troubles: Sequence[Trouble], known: dict[str, Any]) -> JobStatus:
     assert seen.job is not None
     suspended = is_true(seen.job, "Suspended")
     queue = label_of(seen.job, QUEUE_LABEL)
@@ -302,7 +302,7 @@ def _pending(seen: Seen, troubles: Sequence[Trouble], known: dict[str, Any]) -> 
     return JobStatus(state=JobState.PENDING, reason=reason, words=words, **known)
 
 
-def _in_queue(seen: Seen, queue: str, suspended: Object | None) -> tuple[str, str]:
+def _in_queue(seen: ApiView, queue: str, suspended: Object | None) -> tuple[str, str]:
     """Return why a suspended job waits: (the platform's words, ours)."""
     if not queue:
         said = text_of((suspended or {}).get("message"))
@@ -328,7 +328,7 @@ def _in_queue(seen: Seen, queue: str, suspended: Object | None) -> tuple[str, st
     return "Suspended", f"it waits in queue {queue}; Kueue has not said why yet"
 
 
-def _refused(seen: Seen) -> tuple[str, str] | None:
+def _refused(seen: ApiView) -> tuple[str, str] | None:
     """Return why its pods cannot be made: (the platform's words, ours); None: they can."""
     assert seen.job is not None
     name = name_of(seen.job)
@@ -355,7 +355,7 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
     return None
 
 
-def _troubles(seen: Seen, now_unix: float) -> list[Trouble]:
+def _troubles(seen: ApiView, now_unix: float) -> list[Trouble]:
     """Return what is wrong with pods of a job that is not over: first how starts of them ended."""
     assert seen.job is not None
     ended = bad_ends(seen.pods, told_ends(seen.events, seen.job), now_unix=now_unix)
@@ -370,7 +370,7 @@ def _troubles(seen: Seen, now_unix: float) -> list[Trouble]:
     return sorted(found, key=lambda trouble: trouble.t_unix is None)
 
 
-def _trouble(seen: Seen, pod: Object, now_unix: float) -> Trouble | None:
+def _trouble(seen: ApiView, pod: Object, now_unix: float) -> Trouble | None:
     return trouble_of(
         pod,
         events=seen.events,
@@ -380,7 +380,7 @@ def _trouble(seen: Seen, pod: Object, now_unix: float) -> Trouble | None:
     )
 
 
-def _leaving(seen: Seen, now_unix: float) -> str:
+def _leaving(seen: ApiView, now_unix: float) -> str:
     """Return what the pods of a deleted job do."""
     stuck = [found for pod in seen.left if (found := _trouble(seen, pod, now_unix))]
     return stuck[0].words if stuck else f"{len(seen.left)} of its pods save and end"
@@ -392,13 +392,13 @@ def _is_held(job: Mapping[str, Any]) -> bool:
     return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
 
 
-def _end_words(end: Failure) -> str:
+def _end_words(end: PodFailure) -> str:
     where = f" on {end.node}" if end.node else ""
     text = f"{end.pod}{where} ended with code {end.code}"
     return "; ".join(filter(None, (f"{text} ({end.said})" if end.said else text, end.meaning)))
 
 
-def _started(seen: Seen) -> float | None:
+def _started(seen: ApiView) -> float | None:
     """Return when the job itself started: its pods may all be younger.
 
     A JobSet and a TrainJob note no time: they start when they are made, or let go by a queue.

@@ -47,7 +47,7 @@ from launcher.platforms.kubernetes.pods import (
     time_of,
     trouble_of,
 )
-from launcher.platforms.kubernetes.status_text import Seen
+from launcher.platforms.kubernetes.status_text import ApiView
 from launcher.platforms.kubernetes.watch import watch_until
 from launcher.platforms.retries import retried
 from launcher.record.run_files import IN_USE
@@ -165,7 +165,7 @@ class Storage:
             answer.seek(0)
             return fetched.apply(answer)
 
-    def fetch(self, run_dir: Path, seen: Seen, *, mark: str) -> None:
+    def fetch(self, run_dir: Path, seen: ApiView, *, mark: str) -> None:
         """Bring all that is new into the local run directory.
 
         From a running pod where there is one. A job that has ended is fetched once more, through a
@@ -193,7 +193,7 @@ class Storage:
                 fetched.save()
 
     def _files(
-        self, seen: Seen, fetched: Fetched, mark: str, dark: dict[str, UnreachableError]
+        self, seen: ApiView, fetched: Fetched, mark: str, dark: dict[str, UnreachableError]
     ) -> None:
         """Bring files through a pod that answers; see `fetch`, and for `dark` `_logs`."""
         if seen.is_over and fetched.complete == mark:
@@ -242,7 +242,7 @@ class Storage:
         except ValueError as error:
             raise PermanentError(f"the board of the run cannot be read: {error}") from error
 
-    def _logs(self, seen: Seen, fetched: Fetched) -> dict[str, UnreachableError]:
+    def _logs(self, seen: ApiView, fetched: Fetched) -> dict[str, UnreachableError]:
         """Bring what pods have printed: for what goes wrong before anything is on the storage.
 
         Returns:

@@ -35,7 +35,7 @@ _NAMED: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class BatchRequest:
     """What a batch script asks Slurm for."""
 
     nodes: int
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class SlurmCluster:
     """What Slurm says of itself; what it does not say is empty."""
 
     config: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Cluster:
         return most.isdigit() and int(most) > len(known)
 
 
-def request_of(script: str, without: Iterable[str] = ()) -> Request | None:
+def request_of(script: str, without: Iterable[str] = ()) -> BatchRequest | None:
     """Return what a script of ours asks for; None: it is for another cluster, or says nothing.
 
     Args:
@@ -131,7 +131,7 @@ def request_of(script: str, without: Iterable[str] = ()) -> Request | None:
     memory = re.fullmatch(r"(\d+)([KMGT]?)", given.get("mem", "0").upper())
     cpus = given.get("cpus-per-task", "")
     wanted = given.get("constraint", "")
-    return Request(
+    return BatchRequest(
         nodes=int(given["nodes"]),
         partitions=tuple(filter(None, given.get("partition", "").split(","))),
         account=given.get("account", "").lower(),  # as the database has it
@@ -150,7 +150,7 @@ def request_of(script: str, without: Iterable[str] = ()) -> Request | None:
     )
 
 
-def problems(job: Request, cluster: Cluster) -> list[Problem]:
+def problems(job: BatchRequest, cluster: SlurmCluster) -> list[Problem]:
     """Return what keeps `job` from starting on `cluster`, and as warnings what it waits for.
 
     HF680 to HF682, of the partition; HF683 and HF684, of the account and its limits.
@@ -200,7 +200,9 @@ def _problem(code: str, key: str, message: str) -> Problem:
 # -- the partition --------------------------------------------------------------------------
 
 
-def _of_partition(job: Request, cluster: Cluster, part: Mapping[str, str]) -> Iterator[Problem]:
+def _of_partition(
+    job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str]
+) -> Iterator[Problem]:
     name = part.get("PartitionName", "")
     if part.get("State") == "DOWN":
         message = f"partition {name} is DOWN: the job waits until an administrator sets it UP"
@@ -216,7 +218,9 @@ def _of_partition(job: Request, cluster: Cluster, part: Mapping[str, str]) -> It
         yield _problem("HF682", "slurm.time", message)
 
 
-def _not_allowed(job: Request, cluster: Cluster, part: Mapping[str, str]) -> Iterator[Problem]:
+def _not_allowed(
+    job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str]
+) -> Iterator[Problem]:
     """Yield that account or QOS are not for the partition.
 
     From some version on an account in its list stands for those below it too: only accounts
@@ -241,7 +245,9 @@ def _not_allowed(job: Request, cluster: Cluster, part: Mapping[str, str]) -> Ite
             yield _problem("HF683", f"slurm.{what}", message)
 
 
-def _too_many(job: Request, cluster: Cluster, part: Mapping[str, str]) -> Iterator[Problem]:
+def _too_many(
+    job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str]
+) -> Iterator[Problem]:
     """Yield why the partition never gives a job so many nodes: the first reason only."""
     name, asked = part.get("PartitionName", ""), f"the job asks for {job.nodes:,} nodes"
     most, least = part.get("MaxNodes", ""), part.get("MinNodes", "")
@@ -291,7 +297,7 @@ class _Wish(NamedTuple):
     shown: Callable[[NodeGroup], str]
 
 
-def _wishes(job: Request) -> Iterator[_Wish]:
+def _wishes(job: BatchRequest) -> Iterator[_Wish]:
     """Yield what each node must have, one by one, then all of it together."""
     each: list[_Wish] = []
     for name, kind, count in job.gres:
@@ -360,7 +366,7 @@ def _gres(text: str) -> Iterator[tuple[str, str, int]]:
             yield name, kind, int(amount[1]) * scale if amount else 1
 
 
-def _lifts(job: Request, cluster: Cluster, limit: str) -> bool:
+def _lifts(job: BatchRequest, cluster: SlurmCluster, limit: str) -> bool:
     """Whether a QOS that the job may have overrides this limit of partitions."""
     if not cluster.keeps_accounts:
         return False
@@ -369,7 +375,7 @@ def _lifts(job: Request, cluster: Cluster, limit: str) -> bool:
     return not candidates or any(f"Partition{limit}" in _flags(row) for row in candidates)
 
 
-def _candidates(job: Request, cluster: Cluster) -> list[Mapping[str, str]]:
+def _candidates(job: BatchRequest, cluster: SlurmCluster) -> list[Mapping[str, str]]:
     """Return each QOS that the job may get: its own, else any of the user's."""
     names = {job.qos}
     if not job.qos:
@@ -388,7 +394,7 @@ def _flags(row: Mapping[str, str]) -> list[str]:
 
 
 def _of_account(
-    job: Request, cluster: Cluster, partitions: Sequence[Mapping[str, str]]
+    job: BatchRequest, cluster: SlurmCluster, partitions: Sequence[Mapping[str, str]]
 ) -> Iterator[Problem]:
     if cluster.associations is None:
         return
@@ -419,7 +425,7 @@ def _of_account(
 
 
 def _over_limits(
-    job: Request, cluster: Cluster, part: Mapping[str, str], mine: Mapping[str, str]
+    job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str], mine: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield the limits that the job alone is over.
 
@@ -435,8 +441,8 @@ def _over_limits(
 
 
 def _over(
-    job: Request,
-    cluster: Cluster,
+    job: BatchRequest,
+    cluster: SlurmCluster,
     part: Mapping[str, str],
     mine: Mapping[str, str],
     qos: Mapping[str, str],

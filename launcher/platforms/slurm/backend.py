@@ -22,11 +22,11 @@ from launcher.platforms.base import (
     Machine,
     PlatformEvent,
 )
-from launcher.platforms.commands import Answer, Commands, SystemCommands, TimedOutError
+from launcher.platforms.commands import CommandResult, Commands, SystemCommands, TimedOutError
 from launcher.platforms.retries import polled, retried
 from launcher.platforms.slurm import admission, machines, parse, status_text
 from launcher.platforms.slurm.parse import SlurmJob
-from launcher.platforms.slurm.queries import Patience, SlurmQueries, failure, flat
+from launcher.platforms.slurm.queries import SlurmPatience, SlurmQueries, failure, flat
 from launcher.record import stop_request
 from launcher.record.atomic_file import read_json
 from launcher.spec.errors import (
@@ -70,7 +70,7 @@ class SlurmBackend:
         commands: Commands | None = None,
         *,
         env: Mapping[str, str] | None = None,
-        patience: Patience | None = None,
+        patience: SlurmPatience | None = None,
         sleep: Callable[[float], None] = time.sleep,
         mono: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -81,7 +81,7 @@ class SlurmBackend:
         self._commands = commands or SystemCommands(
             slurm_environment(base), fix=dict.fromkeys(_PROGRAMS, _FIX)
         )
-        self._patience = patience or Patience()
+        self._patience = patience or SlurmPatience()
         self._elsewhere = bool(base.get("SLURM_CLUSTERS"))
         """Jobs may go to several clusters, of which none is asked before."""
         self._sleep, self._mono, self._wall = sleep, mono, wall
@@ -281,10 +281,10 @@ class SlurmBackend:
     def fetch(self, job: JobRef) -> None:
         """Do nothing: what the run has written is there."""
 
-    def _act(self, argv: list[str], *, stdin: str = "") -> Answer:
+    def _act(self, argv: list[str], *, stdin: str = "") -> CommandResult:
         """Run something that may be done twice; temporary failures are tried again."""
 
-        def act() -> Answer:
+        def act() -> CommandResult:
             answer = self._commands.run(argv, timeout_s=self._patience.act_s, stdin=stdin)
             if answer.code and status_text.is_temporary(answer.complaint):
                 raise failure(answer)
@@ -292,7 +292,7 @@ class SlurmBackend:
 
         return retried(act, for_s=self._patience.retry_act_s, sleep=self._sleep)
 
-    def _sbatch(self, argv: Sequence[str]) -> Answer:
+    def _sbatch(self, argv: Sequence[str]) -> CommandResult:
         """Run sbatch once. What surely was not taken may be tried again; the rest is unsure."""
         try:
             answer = self._commands.run(
@@ -326,7 +326,7 @@ class SlurmBackend:
             raise lost
         return JobRef(id=JobId(job.id), submit_time=job.submit, run_dir=str(run_dir))
 
-    def _refused(self, answer: Answer) -> UserError | PlatformError:
+    def _refused(self, answer: CommandResult) -> UserError | PlatformError:
         """Return the error for what sbatch will not take, in its own words."""
         said = flat(answer.complaint) or f"exit code {answer.code}"
         if status_text.is_not_configured(said):

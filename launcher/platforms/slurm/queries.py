@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from launcher.platforms.base import JobRef
-from launcher.platforms.commands import Answer, Commands
+from launcher.platforms.commands import CommandResult, Commands
 from launcher.platforms.retries import retried
 from launcher.platforms.slurm import admission, parse, status_text
 from launcher.platforms.slurm.parse import SlurmJob
@@ -26,7 +26,7 @@ _MOST_DETAILS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class SlurmPatience:
     """How long Slurm is waited for, in seconds."""
 
     query_s: float = 20.0
@@ -53,7 +53,7 @@ class SlurmQueries:
     """
 
     def __init__(
-        self, commands: Commands, patience: Patience, sleep: Callable[[float], None]
+        self, commands: Commands, patience: SlurmPatience, sleep: Callable[[float], None]
     ) -> None:
         self._commands, self._patience, self._sleep = commands, patience, sleep
 
@@ -110,7 +110,7 @@ class SlurmQueries:
         names = [] if answer is None else answer.out.split()
         return names if all(name.isprintable() for name in names) else []
 
-    def cluster(self, job: admission.Request) -> admission.Cluster:
+    def cluster(self, job: admission.BatchRequest) -> admission.SlurmCluster:
         """Return what Slurm says of itself that concerns `job`, within two or three glances.
 
         What it does not say at once is left out; nothing is raised.
@@ -124,7 +124,7 @@ class SlurmQueries:
                     ["sinfo", "--noheader", "--all", "--exact", f"--format={parse.SINFO_FORMAT}"],
                 ),
             )
-            found = admission.Cluster(
+            found = admission.SlurmCluster(
                 config=parse.settings(config or ""),
                 partitions=[
                     part for part in parse.records(partitions or "") if "PartitionName" in part
@@ -213,7 +213,7 @@ class SlurmQueries:
             troubles += [trouble for trouble in mine if isinstance(trouble, TemporaryError)]
         return found
 
-    def _query(self, argv: list[str], troubles: list[PlatformError]) -> Answer | None:
+    def _query(self, argv: list[str], troubles: list[PlatformError]) -> CommandResult | None:
         """Run a query, again after temporary failures; None: it failed, and `troubles` has why.
 
         That it knows no such job is an answer: an empty one.
@@ -232,7 +232,7 @@ class SlurmQueries:
                 raise
         return None  # sites do without sacct
 
-    def _asked(self, argv: list[str]) -> Answer:
+    def _asked(self, argv: list[str]) -> CommandResult:
         answer = self._commands.run(argv, timeout_s=self._patience.query_s)
         if answer.code == 0 or status_text.knows_no_such_job(answer.err):
             return answer
@@ -247,7 +247,7 @@ def _user_name() -> str:
         return ""
 
 
-def failure(answer: Answer) -> PlatformError:
+def failure(answer: CommandResult) -> PlatformError:
     """Return why a command failed, as a type that says whether to try again."""
     said = flat(answer.complaint) or f"exit code {answer.code}, and nothing said"
     text = f"{answer.argv[0]}: {said}"
@@ -265,7 +265,7 @@ def flat(text: str) -> str:
     return "; ".join(dict.fromkeys(bare))
 
 
-def _garbage(answer: Answer) -> PermanentError:
+def _garbage(answer: CommandResult) -> PermanentError:
     text = flat(answer.out)
     shown = text if len(text) <= 200 else text[:199] + "…"
     return PermanentError(f"{answer.argv[0]} gave an answer that cannot be read: {shown}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher.record.cost import EVENTS, GpuTime, gpu_time_by_month, total
 from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.runs import Run, submit_times
+from launcher.runs.runs import StoredRun, submit_times
 from launcher.spec.errors import UserError
 
 
@@ -25,7 +25,7 @@ class RunCost:
     """`2026-11` -> what was spent in it, UTC."""
 
 
-def cost_of(run: Run) -> RunCost:
+def cost_of(run: StoredRun) -> RunCost:
     """Return what `run` has spent so far.
 
     Raises:
@@ -40,7 +40,7 @@ def cost_of(run: Run) -> RunCost:
     return RunCost(run=run.path.name, user=owner_of(run), months=months)
 
 
-def owner_of(run: Run) -> str:
+def owner_of(run: StoredRun) -> str:
     """Return the user whom the run directory belongs to; `?`: it has gone."""
     uid = "?"
     with contextlib.suppress(OSError, KeyError):
@@ -49,7 +49,7 @@ def owner_of(run: Run) -> str:
     return uid
 
 
-def costs(runs: Iterable[Run]) -> tuple[list[RunCost], list[str]]:
+def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
     """Return what each of `runs` has spent, and why some cannot be read."""
     found, problems = [], []
     for run in runs:

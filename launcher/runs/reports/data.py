@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_trainer.record.events import Event
 from launcher.record import timeline
-from launcher.record.cost import Attempt, GpuTime, attempts, gpu_time_by_month, total
+from launcher.record.cost import AttemptTime, GpuTime, attempts, gpu_time_by_month, total
 from launcher.record.event import number
 
 _MAX_POINTS = 2000
@@ -34,7 +34,7 @@ class ReportData:
     """What is drawn below the loss: label of the axis -> (step, value)."""
     spent: GpuTime | None = None
     """GPU-time by cause."""
-    attempts: Sequence[Attempt] = ()
+    attempts: Sequence[AttemptTime] = ()
     extra: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of other runs to compare with: label -> curve."""
     compared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

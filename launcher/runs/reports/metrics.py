@@ -22,7 +22,7 @@ from launcher.record.files import RunRecord
 from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS, RunMetrics
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.reports.costs import owner_of
-from launcher.runs.runs import Run, find_users_runs
+from launcher.runs.runs import StoredRun, find_users_runs
 from launcher.spec.errors import HoldfastError, UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ FORGET_S: Final = 6 * 3600.0
 class _Followed:
     """One run: its record, what that adds up to, and its goodput."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StoredRun) -> None:
         self.name, self.user = run.path.name, owner_of(run)
         self.metrics = RunMetrics()
         self.goodput: float | None = None

@@ -29,7 +29,7 @@ MOST_WAITING: Final = 1000
 """Notices that wait for a webhook; the oldest make way."""
 
 
-class Follower:
+class RunFollower:
     """Reads the runs of a folder; what happened before its first look is told to nobody.
 
     Args:

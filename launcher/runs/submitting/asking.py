@@ -16,7 +16,7 @@ from launcher.spec.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Admission:
     """What a submission does without, and warnings."""
 
     without: tuple[ExcludedMachine, ...]
@@ -73,7 +73,7 @@ def ask_with_ledger(
     excluded: Sequence[ExcludedMachine] = (),
     force: bool = False,
     wall: Callable[[], float] = time.time,
-) -> Answer:
+) -> Admission:
     """Ask as `ask` does, for a job that is kept off what the ledger holds for bad.
 
     Where the job would then not find enough machines, only operators' exclusions count, and the
@@ -97,13 +97,13 @@ def ask_with_ledger(
         backend, files, ledger, needed=needed, known=known, now_unix=wall()
     )
 
-    def answer(standings: Sequence[Standing]) -> Answer:
+    def answer(standings: Sequence[Standing]) -> Admission:
         more = [_excluded(each) for each in standings]
         without = tuple(sorted([*excluded, *more], key=lambda each: each.host))
         hosts = [each.host for each in without]
         said = ask(backend, files, spec=spec, without=hosts, force=force)
         listed = [_warning("HF188", f"without {each}, by the fleet's ledger") for each in more]
-        return Answer(without=without, warnings=(*said, *warnings, *listed))
+        return Admission(without=without, warnings=(*said, *warnings, *listed))
 
     try:
         return answer(chosen)

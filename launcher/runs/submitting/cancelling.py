@@ -17,7 +17,7 @@ from launcher.render.bundle import FORMER_NAMES, MANIFESTS
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import Run, current_job, jobs_of
+from launcher.runs.runs import StoredRun, current_job, jobs_of
 from launcher.spec.errors import writing
 
 _POLL_S = 2.0
@@ -63,7 +63,7 @@ class Canceller:
         wait_s: how long a save may take; after that the job is ended without one.
     """
 
-    run: Run
+    run: StoredRun
     backend: Backend
     say: Callable[[str], None]
     wait_s: float

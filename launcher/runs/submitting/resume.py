@@ -28,8 +28,8 @@ from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import Run, Submission, current_job, jobs_of
-from launcher.runs.submitting.asking import Answer, ask_with_ledger
+from launcher.runs.runs import StoredRun, Submission, current_job, jobs_of
+from launcher.runs.submitting.asking import Admission, ask_with_ledger
 from launcher.runs.submitting.cancelling import Canceller, puts_itself_back, save_time_s
 from launcher.runs.submitting.environment import (
     ENVIRONMENT_JSON,
@@ -57,7 +57,7 @@ _OWN: Final = frozenset({"run_id", "version", "start_from"})
 class Resumed:
     """What came of `submit --resume RUN`."""
 
-    run: Run
+    run: StoredRun
     """With its new submission; as it was where there was nothing to do."""
     job: JobRef | None
     """None: it has done its last step."""
@@ -75,11 +75,11 @@ class ResumedSweep:
 
     job: JobRef | None
     """The array that was submitted; None: no task has anything left to do."""
-    again: list[Run]
+    again: list[StoredRun]
     """Those that resume, with their new submissions."""
-    live: list[Run]
+    live: list[StoredRun]
     """Those that are waiting or running: they are left alone."""
-    done: list[Run]
+    done: list[StoredRun]
     """Those that have done their last step."""
     upgraded: dict[str, list[str]] | None = None
     """With --upgrade: what has changed, by task."""
@@ -90,7 +90,7 @@ class ResumedSweep:
 
 
 def resume(
-    run: Run,
+    run: StoredRun,
     backend: Backend,
     *,
     upgrade_code: bool = False,
@@ -153,7 +153,7 @@ def resume(
 
 
 def resume_sweep(
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     backend: Backend,
     *,
     upgrade_code: bool = False,
@@ -211,14 +211,14 @@ def resume_sweep(
 
 
 def _answer(
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     backend: Backend,
     files: Bundle,
     *,
     all_nodes: bool,
     force: bool,
     wall: Callable[[], float],
-) -> Answer:
+) -> Admission:
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
     ledger = None
     if isinstance(backend, Machines):
@@ -240,7 +240,7 @@ def _answer(
     )
 
 
-def _excluded(runs: Iterable[Run]) -> tuple[ExcludedMachine, ...]:
+def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
     """Return the machines that any of the runs has excluded since its last submission."""
     found: dict[str, ExcludedMachine] = {}
     for run in runs:
@@ -254,7 +254,7 @@ def _excluded(runs: Iterable[Run]) -> tuple[ExcludedMachine, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Resubmission:
     """A run's bundle with other wishes to its platform."""
 
     files: Bundle
@@ -264,7 +264,7 @@ class _Asked:
     sets: tuple[str, ...]
 
 
-def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
+def _asked_anew(run: StoredRun, sets: Sequence[str], python: str) -> _Resubmission:
     """Return what a run asks of its platform with `sets`; writes nothing."""
     submission = _submission(run)
     target = target_named(submission.target)
@@ -301,7 +301,7 @@ def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
                 f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a resumed "
                 f"run keeps; start a new run from it: --from {run.shown}",
             )
-    return _Asked(
+    return _Resubmission(
         files=files, image=pod_image(spec) if target.sees_other_paths else None, sets=tuple(sets)
     )
 
@@ -318,7 +318,7 @@ def _job_file(run_dir: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
+def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
     """Write what is asked anew, and yield what changes of the environment; undone on failure."""
     if asked is None:
         yield []
@@ -346,7 +346,7 @@ def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
         raise
 
 
-def _submission(run: Run) -> Submission:
+def _submission(run: StoredRun) -> Submission:
     if run.submission is None:
         raise UserError(
             "HF653",
@@ -356,7 +356,7 @@ def _submission(run: Run) -> Submission:
 
 
 def _prepare(
-    run: Run, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
+    run: StoredRun, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
 ) -> list[str] | None:
     """See that a run can resume; with `upgrade_code` return what has changed."""
     permissions.check_run_dir(run.path)
@@ -400,10 +400,10 @@ def _revision(frozen: Frozen) -> str:
 
 
 def _submit_again(
-    runs: Sequence[Run],
+    runs: Sequence[StoredRun],
     backend: Backend,
     *,
-    tasks: dict[int, Run] | None,
+    tasks: dict[int, StoredRun] | None,
     without: Sequence[str],
     wall: Callable[[], float],
 ) -> JobRef:
@@ -450,7 +450,7 @@ class Restarted:
     """Its last step was done meanwhile."""
 
 
-def restart(run: Run, backend: Backend, *, say: Callable[[str], None]) -> Restarted:
+def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> Restarted:
     """Have a run save and start again.
 
     Where the batch script puts its own job back into the queue after a save (`slurm.restart:

@@ -32,7 +32,7 @@ from launcher.runs.fetching import fetch_running
 from launcher.runs.live import live_problems
 from launcher.runs.runs import (
     SWEEP,
-    Run,
+    StoredRun,
     Submission,
     current_job,
     find_runs,
@@ -62,7 +62,7 @@ Values = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedSubmission:
     """What is to be submitted; nothing has been written or contacted."""
 
     target: str
@@ -97,7 +97,7 @@ class Submitted:
     target: str
     job: JobRef
     run_dir: Path
-    runs: list[Run]
+    runs: list[StoredRun]
     frozen: Frozen | None = None
     warnings: tuple[Problem, ...] = ()
     """What the platform has said that it waits for."""
@@ -114,7 +114,7 @@ def prepare(
     sweep: Sequence[str] = (),
     run_dir: Path | None = None,
     look: bool = True,
-) -> Prepared:
+) -> PreparedSubmission:
     """Read, plan and render `job`.
 
     Args:
@@ -157,7 +157,7 @@ def prepare(
     if specs[0].slurm.group is not None:
         permissions.check_group(specs[0].slurm.group)
     code = survey(specs[0], base_dir=base_dir, run_dir=directory)
-    return Prepared(
+    return PreparedSubmission(
         target=target,
         run_id=run_id,
         run_dir=directory,
@@ -173,7 +173,7 @@ def prepare(
 
 
 def submit(
-    prepared: Prepared,
+    prepared: PreparedSubmission,
     backend: Backend,
     *,
     all_nodes: bool = False,
@@ -235,14 +235,14 @@ def submit(
     )
 
 
-def _place(prepared: Prepared) -> str:
+def _place(prepared: PreparedSubmission) -> str:
     """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
     task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
     named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
     return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
 
 
-def _take_over(prepared: Prepared, backend: Backend, place: str) -> None:
+def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
     """Fetch the records of the runs beside this one that run now, for the ledger.
 
     Where pods share no folder with the launcher and have no token, nobody else writes what they
@@ -303,7 +303,12 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
 
 
 def _make(
-    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool, is_data: bool
+    prepared: PreparedSubmission,
+    made: list[Path],
+    wall: Callable[[], float],
+    *,
+    shared: bool,
+    is_data: bool,
 ) -> Frozen | None:
     """Write the run directory, and one for each task; return the frozen code of the first.
 
@@ -362,7 +367,7 @@ def _environment(
     return None
 
 
-def _padded(prepared: Prepared) -> list[Values]:
+def _padded(prepared: PreparedSubmission) -> list[Values]:
     """Return the values of each task; those of a plain array have none of their own."""
     assert prepared.tasks is not None
     same = len(prepared.values) == len(prepared.tasks)
@@ -429,7 +434,9 @@ def _remove_if_empty(folder: Path) -> None:
         return  # not there, or it has something in it
 
 
-def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()) -> Run:
+def note_submitted(
+    run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()
+) -> StoredRun:
     """Write down what was submitted.
 
     The job is in the queue now: that this cannot be written must not look like a failure to
@@ -450,7 +457,7 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
     with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
         write_submitted(run_dir, submission)
         note_act(run_dir, "submit", job=job.id)
-    return Run(path=run_dir, submission=submission, shown=str(run_dir))
+    return StoredRun(path=run_dir, submission=submission, shown=str(run_dir))
 
 
 # -- sweeps ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from launcher.record.atomic_file import read_json
 from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import ACTED
-from launcher.runs.runs import Run
+from launcher.runs.runs import StoredRun
 from launcher.runs.submitting.freeze import load_frozen
 from launcher.runs.watching.run_status import (
     RunStatus,
@@ -26,7 +26,7 @@ from launcher.spec.errors import PlatformError, UserError
 Sections = dict[str, dict[str, Any] | list[str]]
 
 
-def describe_run(run: Run, *, now_unix: float) -> Sections:
+def describe_run(run: StoredRun, *, now_unix: float) -> Sections:
     """Return titles and what there is to say under each; what is not there is left out.
 
     Raises:
@@ -63,7 +63,7 @@ def _job(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def _submission(run: Run) -> dict[str, Any]:
+def _submission(run: StoredRun) -> dict[str, Any]:
     if run.submission is None:
         return {}
     raw = {key: value for key, value in run.submission.to_json().items() if value and key != "v"}

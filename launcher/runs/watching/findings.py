@@ -38,7 +38,7 @@ LEAST_BYTES: Final = 16 << 20
 _ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED)
 
 
-class Kind(enum.StrEnum):
+class FindingKind(enum.StrEnum):
     """What is wrong, for programs."""
 
     SUSPENDED = "suspended"
@@ -55,7 +55,7 @@ class Kind(enum.StrEnum):
 class Finding:
     """One thing that is wrong."""
 
-    kind: Kind
+    kind: FindingKind
     text: str
     how_to_fix: str = ""
     """Empty: there is nothing to do, the run recovers by itself."""
@@ -80,7 +80,7 @@ class DiskSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunFacts:
     """What is known of a run."""
 
     run: str
@@ -95,7 +95,7 @@ class Facts:
     """A node that the platform holds for lost can take part again in the same job."""
 
 
-def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
+def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
     """Return what is wrong, the gravest first; empty: nothing that is known here.
 
     Args:
@@ -127,10 +127,10 @@ def _suspended(status: JobStatus) -> Finding | None:
     if not status.suspended:
         return None
     text = "it is suspended: its processes are stopped where they are"
-    return Finding(kind=Kind.SUSPENDED, text=text, how_to_fix=status.words)
+    return Finding(kind=FindingKind.SUSPENDED, text=text, how_to_fix=status.words)
 
 
-def _broke(facts: Facts) -> Finding | None:
+def _broke(facts: RunFacts) -> Finding | None:
     """Return how the platform ended a node, or cannot start it; survived once a step follows."""
     broke, platform = facts.platform.broke, facts.platform
     steps = [] if facts.training is None else facts.training.steps
@@ -138,20 +138,20 @@ def _broke(facts: Facts) -> Finding | None:
         return None
     reason = platform.reason if platform.reason not in platform.words else ""
     text = f"{platform.words} ({reason})" if reason else platform.words
-    return Finding(kind=Kind.NODE_BROKE, text=text)
+    return Finding(kind=FindingKind.NODE_BROKE, text=text)
 
 
 def _away(problem: str) -> Finding | None:
     if not problem:
         return None
     text = f"its record cannot be read now, so its progress is unknown: {problem}"
-    return Finding(kind=Kind.RECORD_AWAY, text=text)
+    return Finding(kind=FindingKind.RECORD_AWAY, text=text)
 
 
 # --- silence ---------------------------------------------------------------------------------
 
 
-def _silence(facts: Facts, now_unix: float) -> Finding | None:
+def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
     training, started = facts.training, facts.platform.started
     if training is None:
         return None
@@ -171,7 +171,7 @@ def _silence(facts: Facts, now_unix: float) -> Finding | None:
     if now_unix - since <= limit_s:
         return None
     return Finding(
-        kind=Kind.NO_PROGRESS,
+        kind=FindingKind.NO_PROGRESS,
         text=what.format(span(now_unix - since)),
         how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
     )
@@ -181,7 +181,7 @@ def _nothing_yet(started: float | None, elastic: ElasticSection, now_unix: float
     if started is None or now_unix - started <= elastic.start_ceiling_s:
         return None
     text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
-    return Finding(kind=Kind.NO_PROGRESS, text=text, how_to_fix="see the job's own output")
+    return Finding(kind=FindingKind.NO_PROGRESS, text=text, how_to_fix="see the job's own output")
 
 
 def _step_due(
@@ -205,7 +205,7 @@ def _step_due(
 # --- nodes -----------------------------------------------------------------------------------
 
 
-def _nodes(facts: Facts) -> tuple[list[str], list[str]]:
+def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
     """Return the nodes that are lost, by the platform or the run's record, and those there.
 
     Nodes are called as the run calls them; the platform may name the machine (on Kubernetes).
@@ -231,10 +231,10 @@ def _batch_host(status: JobStatus, lost: Sequence[str]) -> Finding | None:
         f"the batch host {status.batch_host} is lost, and the batch script with it: the remaining "
         "nodes save before the time limit and requeue the job"
     )
-    return Finding(kind=Kind.BATCH_HOST_LOST, text=text)
+    return Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
 
 
-def _lost(facts: Facts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
+def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
     if not lost:
         return None
     verb = "is" if len(lost) == 1 else "are"
@@ -245,7 +245,7 @@ def _lost(facts: Facts, lost: Sequence[str], there: Sequence[str]) -> Finding | 
             "a node that comes back cannot rejoin this job; a requeue restores it: "
             f"holdfast restart {facts.run}"
         )
-    return Finding(kind=Kind.NODES_LOST, text=text, how_to_fix=how_to_fix)
+    return Finding(kind=FindingKind.NODES_LOST, text=text, how_to_fix=how_to_fix)
 
 
 # --- storage ---------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _full(disks: Iterable[DiskSpace]) -> Finding | None:
     what = f"{left / 2**20:.1f} MiB are left" if left < LEAST_BYTES else "no file can be added"
     paths = " and ".join(dict.fromkeys(disk.path for disk in full))
     return Finding(
-        kind=Kind.DISK_FULL,
+        kind=FindingKind.DISK_FULL,
         text=f"the disk of {paths} is full ({what}): saves and the record of the run fail there",
         how_to_fix="free some space; the next save tries again",
     )
@@ -276,6 +276,6 @@ def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
     reason = str(failed[-1].fields.get("reason") or "no reason was written")
     how_often = "" if len(failed) == 1 else f" {times(len(failed))} in a row"
     return Finding(
-        kind=Kind.SAVES_FAIL,
+        kind=FindingKind.SAVES_FAIL,
         text=f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}",
     )

@@ -13,7 +13,7 @@ from launcher.record.files import RunRecord
 from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.runs import Run
+from launcher.runs.runs import StoredRun
 from launcher.runs.watching.run_status import RunStatus, run_statuses
 from launcher.runs.watching.screen import Known
 
@@ -40,7 +40,7 @@ class Following:
 
     def __init__(
         self,
-        run: Run,
+        run: StoredRun,
         *,
         wall: Callable[[], float] = time.time,
         mono: Callable[[], float] = time.monotonic,

@@ -16,7 +16,7 @@ from launcher.platforms.slurm.backend import outside_jobs
 from launcher.record.files import events_named
 from launcher.runs.fetching import fetched
 from launcher.runs.run_dir import AGENTS_SCRIPT
-from launcher.runs.runs import Run, current_job
+from launcher.runs.runs import StoredRun, current_job
 from launcher.runs.watching.run_status import make_backends, target_of
 from launcher.spec.errors import UserError
 
@@ -50,7 +50,7 @@ class StepStart:
 class RunningJob:
     """A running job, and what is needed to start something beside it."""
 
-    run: Run
+    run: StoredRun
     target: str
     job: JobRef
     nodes: tuple[str, ...]
@@ -63,7 +63,7 @@ class RunningJob:
     """The platform, where nodes are reached through it: `nodes` are pods then."""
 
 
-def running_job(run: Run) -> RunningJob:
+def running_job(run: StoredRun) -> RunningJob:
     """Return where a run is running.
 
     Raises:

@@ -18,8 +18,8 @@ from launcher.platforms.targets import TARGETS, target_named
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import Run, current_job
-from launcher.runs.watching.findings import DiskSpace, Facts, Finding, Kind, findings
+from launcher.runs.runs import StoredRun, current_job
+from launcher.runs.watching.findings import DiskSpace, Finding, FindingKind, RunFacts, findings
 from launcher.runs.watching.texts import names, times, when
 from launcher.spec.errors import HoldfastError, UserError
 
@@ -33,7 +33,7 @@ NOTHING_SAVED: Final = "stopped before anything was saved"
 class RunStatus:
     """The status of one run."""
 
-    run: Run
+    run: StoredRun
     target: str
     job: JobRef
     platform: JobStatus
@@ -47,7 +47,7 @@ class RunStatus:
     def findings(self, now_unix: float) -> list[Finding]:
         """Return what is wrong with it while it runs, the gravest first."""
         target = TARGETS.get(self.target)
-        facts = Facts(
+        facts = RunFacts(
             run=self.run.shown,
             platform=self.platform,
             training=self.training,
@@ -96,12 +96,12 @@ def make_backends(names: Iterable[str]) -> dict[str, Backend]:
     return {name: target_named(name).load_backend() for name in dict.fromkeys(names)}
 
 
-def target_of(run: Run) -> str:
+def target_of(run: StoredRun) -> str:
     """Return the platform of `run`; what was never submitted runs here."""
     return run.submission.target if run.submission else "local"
 
 
-def run_statuses(runs: Sequence[Run], backends: Backends | None = None) -> list[RunStatus]:
+def run_statuses(runs: Sequence[StoredRun], backends: Backends | None = None) -> list[RunStatus]:
     """Return the status of `runs`; each platform is asked once for all of its runs.
 
     A platform that is away or not installed, and a run that cannot be read, are reported and
@@ -146,7 +146,7 @@ def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, o
 
 
 def run_status(
-    run: Run, target: str, job: JobRef, platform: JobStatus, trouble: str = ""
+    run: StoredRun, target: str, job: JobRef, platform: JobStatus, trouble: str = ""
 ) -> RunStatus:
     """Return the status of `run`, by its platform's answer and what it has written itself.
 
@@ -195,8 +195,8 @@ def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
         nodes=training.members,
         source="record",
     )
-    wrong = findings(Facts(run="", platform=runs, training=training), now_unix=time.time())
-    if all(each.kind is not Kind.NO_PROGRESS for each in wrong):
+    wrong = findings(RunFacts(run="", platform=runs, training=training), now_unix=time.time())
+    if all(each.kind is not FindingKind.NO_PROGRESS for each in wrong):
         return runs
     return JobStatus(
         state=JobState.UNKNOWN,
@@ -244,7 +244,7 @@ def detail_lines(status: RunStatus, now_unix: float) -> list[tuple[str, str]]:
         rows.append(("nodes", names(platform.nodes)))
     if said := platform_text(status):
         rows.append(("platform", said))
-    told = Kind.NODE_BROKE if said else None  # in the platform's row
+    told = FindingKind.NODE_BROKE if said else None  # in the platform's row
     found = status.findings(now_unix)
     rows += [("warning", str(each)) for each in found if each.kind is not told]
     if status.problem and status.state is not JobState.RUNNING:

@@ -14,7 +14,7 @@ from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.quantities import counted
 from launcher.record.cost import CAUSES
 from launcher.record.event import named
-from launcher.record.failures import Failure
+from launcher.record.failures import RunFailure
 from launcher.record.picture import NodeState, Picture
 from launcher.record.status import TrainingStatus
 from launcher.runs.watching.texts import span, when
@@ -269,7 +269,7 @@ def _causes(picture: Picture, width: int) -> list[Text]:
     return [bar, parts]
 
 
-def _failure_lines(found: Sequence[Failure], now_unix: float, *, most: int) -> list[Text]:
+def _failure_lines(found: Sequence[RunFailure], now_unix: float, *, most: int) -> list[Text]:
     lines = []
     for failure in reversed(found[-most:]):
         kind = failure.kind.replace("_", " ")
@@ -287,6 +287,6 @@ def _failure_lines(found: Sequence[Failure], now_unix: float, *, most: int) -> l
     return lines
 
 
-def _phases(failure: Failure) -> Text:
+def _phases(failure: RunFailure) -> Text:
     parts = [f"{phase} {seconds:.2f}" for phase, seconds in failure.phases.items()]
     return Text("    " + ("  ".join(parts) if parts else failure.detail), "dim")

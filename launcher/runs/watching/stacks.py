@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from launcher.platforms.base import RemoteExec
-from launcher.platforms.commands import Answer, Commands, SystemCommands
+from launcher.platforms.commands import CommandResult, Commands, SystemCommands
 from launcher.runs.watching.remote_exec import RunningJob, Worker, step, worker_of, workers_of
 from launcher.spec.errors import PermanentError, PlatformError
 
@@ -19,7 +19,7 @@ _AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class WorkerStack:
     """What one worker does."""
 
     rank: int
@@ -34,7 +34,7 @@ class Stack:
 class Stacks:
     """Of all workers that were asked."""
 
-    found: tuple[Stack, ...] = ()
+    found: tuple[WorkerStack, ...] = ()
     silent: dict[int, str] = field(default_factory=dict)
     """Rank -> node, of workers that should run and were not found."""
     complaint: str = ""
@@ -67,7 +67,7 @@ def take_stacks(
     return _taken(answer, expected)
 
 
-def _taken(answer: Answer, expected: Mapping[int, Worker]) -> Stacks:
+def _taken(answer: CommandResult, expected: Mapping[int, Worker]) -> Stacks:
     """Return the answers by node, and who was silent."""
     found = sorted(_parsed(answer.out), key=lambda stack: stack.rank)
     if not found and answer.code:
@@ -80,19 +80,19 @@ def _taken(answer: Answer, expected: Mapping[int, Worker]) -> Stacks:
 
 def _through(
     running: RunningJob, remote: RemoteExec, nodes: Sequence[str], look: Sequence[str]
-) -> Answer:
+) -> CommandResult:
     """Ask each node through the platform, many at a time; return all they said as one answer."""
 
-    def ask(node: str) -> Answer:
+    def ask(node: str) -> CommandResult:
         try:
             return remote.run_on(running.job, node, look, timeout_s=TIMEOUT_S)
         except PlatformError as error:  # of one node; the others answer
-            return Answer(argv=tuple(look), code=1, out="", err=f"{node}: {error}")
+            return CommandResult(argv=tuple(look), code=1, out="", err=f"{node}: {error}")
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(ask, nodes))
     said = [answer.err.strip() for answer in answers if answer.code and answer.err.strip()]
-    return Answer(
+    return CommandResult(
         argv=tuple(look),
         code=max((answer.code for answer in answers), default=0),
         out="".join(answer.out for answer in answers),
@@ -100,13 +100,13 @@ def _through(
     )
 
 
-def _parsed(out: str) -> list[Stack]:
+def _parsed(out: str) -> list[WorkerStack]:
     """Return the workers, each put together from its lines; set-up scripts may print others."""
-    found: dict[tuple[str, int], Stack] = {}
+    found: dict[tuple[str, int], WorkerStack] = {}
     texts: dict[tuple[str, int], list[str]] = {}
     for line in out.split("\n"):
         try:
-            piece = Stack(**json.loads(line))
+            piece = WorkerStack(**json.loads(line))
         except (ValueError, TypeError):
             continue
         key = piece.node, piece.pid

@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from elastic_trainer.plan.quantities import counted
-from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, Notices
+from launcher.platforms.base import NO_SUCH_JOB, Backend, ChangeFeed, JobRef, JobState, JobStatus
 from launcher.platforms.exit_codes import EXIT_TEXTS, state_of
 from launcher.record.files import RunRecord
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import Run, current_job
+from launcher.runs.runs import StoredRun, current_job
 from launcher.runs.views import View
-from launcher.runs.watching.findings import Kind
+from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.follow_logs import Line, LogReader
 from launcher.runs.watching.run_status import NOTHING_SAVED, run_status, target_of
 from launcher.spec.errors import PlatformError
@@ -41,7 +41,7 @@ class Watch:
         fetch_s: between two times that files are fetched, where storage is not shared.
     """
 
-    run: Run
+    run: StoredRun
     backend: Backend
     say: Callable[[str], None]
     ask_s: float = 10.0
@@ -104,7 +104,7 @@ class Watch:
 
     def _noticing(self) -> AbstractContextManager[threading.Event]:
         """Return what tells that the platform should be asked now."""
-        if isinstance(self.backend, Notices):
+        if isinstance(self.backend, ChangeFeed):
             return self.backend.noticing(current_job(self.run))
         return nullcontext(threading.Event())
 
@@ -138,7 +138,7 @@ class Watch:
         found = run.findings(self.wall())
         for finding in found:
             # What keeps files from coming is said when they are fetched.
-            if finding.kind not in {*self._wrong, Kind.RECORD_AWAY}:
+            if finding.kind not in {*self._wrong, FindingKind.RECORD_AWAY}:
                 self.say(f"warning: {finding}")
         self._wrong = frozenset(finding.kind for finding in found)
 

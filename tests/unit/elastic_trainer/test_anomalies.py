@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from elastic_trainer.plan.anomalies import (
     BUDGET_STEPS,
     MAX_WINDOW,
-    Action,
+    AnomalyAction,
+    AnomalyKind,
+    AnomalyRecord,
     Baseline,
-    Kind,
-    Record,
     Skip,
     Void,
     decide,
@@ -30,7 +30,7 @@ from elastic_trainer.plan.config import NumbersSection
 
 CONFIG = NumbersSection(loss_spike="skip", grad_spike="rollback")
 NAN, INF = math.nan, math.inf
-EMPTY = Record()
+EMPTY = AnomalyRecord()
 PLAIN = Baseline((2.0,) * 64, (1.0,) * 64)
 
 
@@ -48,7 +48,7 @@ def decision(loss, norm, *, baseline=PLAIN, record=EMPTY, step=100, **changes):
 @pytest.mark.parametrize("action", ["skip", "rollback", "stop"])
 def test_no_number_is_never_applied(loss, norm, baseline, action):
     found = decision(loss, norm, baseline=baseline, non_finite=action)
-    assert (found.kind, found.action) == (Kind.NON_FINITE, Action(action))
+    assert (found.kind, found.action) == (AnomalyKind.NON_FINITE, AnomalyAction(action))
     assert not found.applies
     assert "not a finite number" in found.reason
 
@@ -56,24 +56,24 @@ def test_no_number_is_never_applied(loss, norm, baseline, action):
 def test_a_spike_names_its_kind_and_the_harder_action_counts():
     assert decision(2.1, 1.1).kind is None
     loss = decision(7.0, 1.0)
-    assert (loss.kind, loss.action) == (Kind.LOSS_SPIKE, Action.SKIP)
+    assert (loss.kind, loss.action) == (AnomalyKind.LOSS_SPIKE, AnomalyAction.SKIP)
     assert loss.reason == "loss 7 is 3.5 times the median of the steps before, 2"
     norm = decision(2.0, 50.0)
-    assert (norm.kind, norm.action) == (Kind.GRAD_SPIKE, Action.ROLLBACK)
-    assert decision(7.0, 50.0).action is Action.ROLLBACK
-    assert decision(7.0, 50.0, grad_spike="report").action is Action.SKIP
+    assert (norm.kind, norm.action) == (AnomalyKind.GRAD_SPIKE, AnomalyAction.ROLLBACK)
+    assert decision(7.0, 50.0).action is AnomalyAction.ROLLBACK
+    assert decision(7.0, 50.0, grad_spike="report").action is AnomalyAction.SKIP
 
 
 def test_what_is_ignored_is_not_looked_for_and_a_report_is_applied():
     assert decision(7.0, 50.0, loss_spike="ignore", grad_spike="ignore").kind is None
     told = decision(7.0, 1.0, loss_spike="report")
-    assert (told.kind, told.applies) == (Kind.LOSS_SPIKE, True)
+    assert (told.kind, told.applies) == (AnomalyKind.LOSS_SPIKE, True)
 
 
 def test_no_verdict_without_a_baseline():
     young = Baseline((2.0,) * 31, (1.0,) * 31)
     assert decision(99.0, 99.0, baseline=young).kind is None
-    assert decision(99.0, 1.0, baseline=young.add(2.0, 1.0, 64)).kind is Kind.LOSS_SPIKE
+    assert decision(99.0, 1.0, baseline=young.add(2.0, 1.0, 64)).kind is AnomalyKind.LOSS_SPIKE
 
 
 def test_a_baseline_keeps_the_newest_finite_values():
@@ -129,7 +129,7 @@ def test_training_noise_is_no_spike_and_a_real_one_is(seed, sigma, tail):
         assert found.kind is None, (step, found)
         if step > 64 and step % 50 == 0:
             worse = decision(loss * 3, norm, baseline=baseline, step=step)
-            assert worse.kind is Kind.LOSS_SPIKE
+            assert worse.kind is AnomalyKind.LOSS_SPIKE
         baseline = baseline.add(loss, norm, 64)
 
 
@@ -138,34 +138,34 @@ def test_the_loss_of_a_memorised_text_may_scatter():
     before = [0.01 * math.exp(rng.gauss(0, 0.1)) for _ in range(64)]
     baseline = Baseline(tuple(before), (1.0,) * 64)
     assert decision(0.05, 1.0, baseline=baseline).kind is None
-    assert decision(0.5, 1.0, baseline=baseline).kind is Kind.LOSS_SPIKE
+    assert decision(0.5, 1.0, baseline=baseline).kind is AnomalyKind.LOSS_SPIKE
 
 
 # --- the budget -------------------------------------------------------------------------------
 
 
 def test_the_budget_turns_the_next_skip_into_a_stop():
-    record = Record(tuple(Skip(step, step) for step in range(91, 100)))
-    assert decision(NAN, 1.0, record=record).action is Action.SKIP
+    record = AnomalyRecord(tuple(Skip(step, step) for step in range(91, 100)))
+    assert decision(NAN, 1.0, record=record).action is AnomalyAction.SKIP
     record = record.with_skip(Skip(100, 100))
     spent = decision(NAN, 1.0, record=record, step=101)
-    assert spent.action is Action.STOP
+    assert spent.action is AnomalyAction.STOP
     assert "10 batches" in spent.reason
     assert "max_skips allows 10" in spent.reason
     late = decision(NAN, 1.0, record=record, step=100 + BUDGET_STEPS)
-    assert late.action is Action.SKIP
+    assert late.action is AnomalyAction.SKIP
     assert decision(2.0, 1.0, record=record, step=101).kind is None
 
 
 def test_a_run_that_only_makes_wrong_numbers_ends():
-    record, step = Record(), 0
+    record, step = AnomalyRecord(), 0
     for step in range(1, 100):
         found = decision(NAN, NAN, baseline=Baseline(), record=record, step=step)
-        if found.action is Action.STOP:
+        if found.action is AnomalyAction.STOP:
             break
         record = record.with_skip(Skip(step, step))
     assert step == CONFIG.max_skips + 1
-    assert decision(NAN, NAN, max_skips=0).action is Action.STOP
+    assert decision(NAN, NAN, max_skips=0).action is AnomalyAction.STOP
 
 
 # --- what a restore may use -------------------------------------------------------------------
@@ -176,7 +176,7 @@ epochs_ = st.integers(1, 6)
 
 @given(st.lists(st.tuples(epochs_, steps_)), epochs_, steps_)
 def test_a_state_is_void_when_any_rollback_was_behind_it(voids, epoch, step):
-    record = Record()
+    record = AnomalyRecord()
     for pair in voids:
         record = record.with_void(Void(*pair))
     assert record.allows(epoch, step) == all(epoch > e or step <= s for e, s in voids)
@@ -186,10 +186,10 @@ def test_a_state_is_void_when_any_rollback_was_behind_it(voids, epoch, step):
 
 @given(st.lists(st.tuples(steps_, steps_)), steps_, steps_)
 def test_a_record_survives_the_board_and_forgets_only_what_is_behind(pairs, oldest, step):
-    record = Record()
+    record = AnomalyRecord()
     for first, length in pairs:
         record = record.with_skip(Skip(first, first + length))
-    assert Record.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    assert AnomalyRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
     pruned = record.pruned(oldest)
     if step > oldest:
         assert pruned.passes_over(step) == record.passes_over(step)
@@ -197,10 +197,10 @@ def test_a_record_survives_the_board_and_forgets_only_what_is_behind(pairs, olde
 
 
 def test_old_skips_are_forgotten():
-    record = Record((Skip(5, 5), Skip(4000, 4000)))
+    record = AnomalyRecord((Skip(5, 5), Skip(4000, 4000)))
     assert record.pruned(3000).skips == (Skip(4000, 4000),)
     assert record.pruned(4).skips == record.skips
-    assert Record.from_dict({}) == Record()
+    assert AnomalyRecord.from_dict({}) == AnomalyRecord()
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.lists(st.integers(1, 220)), st.integers(0, 60))

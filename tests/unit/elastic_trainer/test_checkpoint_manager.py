@@ -36,10 +36,10 @@ from elastic_trainer.state import saver as saver_module
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError
 from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.restore import agreed_board
 from elastic_trainer.state.saver import CheckpointPolicy
-from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.worker.rank_grid import RankGrid
 
 CPU = torch.device("cpu")
@@ -53,12 +53,12 @@ def _alone(tmp_path):
 
 
 def memory_tier(images, epoch):
-    place = Place(
+    place = KeeperPlace(
         directory=images,
         node="n",
         local_rank=0,
         workers=1,
-        members=(Peer(node="n", address="127.0.0.1", port=0),),
+        members=(KeeperAddress(node="n", address="127.0.0.1", port=0),),
         spares=(),
         authenticate=lambda _: None,
         image_key=bytes(32),

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.agent.membership.notices import RankPace
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS, TIMES, Stragglers
 from elastic_trainer.train.device_times import TIMED, DeviceTimes
-from elastic_trainer.worker.heartbeat import Heartbeat, Part, Section
+from elastic_trainer.worker.heartbeat import Heartbeat, Section, StepPart
 
 
 class Device:
@@ -49,16 +49,16 @@ def step(times: DeviceTimes, device: Device) -> None:
     """Enqueue a step of two blocks: the host takes no time."""
     times.begin_step()
     for _ in range(2):
-        times.mark(Part.FORWARD)
+        times.mark(StepPart.FORWARD)
         device.compute(0.1)
-        times.mark(Part.GATHER)
+        times.mark(StepPart.GATHER)
         device.now_s += 0.5  # waits for the slowest
     for _ in range(2):
-        times.mark(Part.BACKWARD)
+        times.mark(StepPart.BACKWARD)
         device.compute(0.2)
-        times.mark(Part.GATHER)
+        times.mark(StepPart.GATHER)
         device.now_s += 0.5
-    times.mark(Part.SUMS)
+    times.mark(StepPart.SUMS)
     times.end_step()
 
 
@@ -72,7 +72,7 @@ def heartbeat(tmp_path: Path) -> Heartbeat:
 def test_times_are_those_of_the_device_a_step_late(heartbeat: Heartbeat) -> None:
     device = Device()
     times = DeviceTimes(heartbeat, device.new_event)
-    times.mark(Part.FORWARD)  # a validation
+    times.mark(StepPart.FORWARD)  # a validation
     device.compute(7.0)
     step(times, device)
     device.finish()
@@ -81,8 +81,10 @@ def test_times_are_those_of_the_device_a_step_late(heartbeat: Heartbeat) -> None
         step(times, device)
         device.finish()
     totals = heartbeat.pace().totals_s
-    assert (totals[Part.FORWARD], totals[Part.BACKWARD]) == pytest.approx((9 * 0.2, 9 * 0.4))
-    assert totals[Part.GATHER] < 1.0  # the host's
+    assert (totals[StepPart.FORWARD], totals[StepPart.BACKWARD]) == pytest.approx(
+        (9 * 0.2, 9 * 0.4)
+    )
+    assert totals[StepPart.GATHER] < 1.0  # the host's
     assert device.made <= 3 * 9 + 1  # they are used again
 
 
@@ -91,16 +93,16 @@ def test_a_device_that_is_not_done_is_not_waited_for(heartbeat: Heartbeat) -> No
     times = DeviceTimes(heartbeat, device.new_event)
     for _ in range(5):
         step(times, device)
-    assert heartbeat.pace().totals_s[Part.FORWARD] == 0.0
+    assert heartbeat.pace().totals_s[StepPart.FORWARD] == 0.0
     device.finish()
     step(times, device)
-    assert heartbeat.pace().totals_s[Part.FORWARD] == pytest.approx(0.2)
+    assert heartbeat.pace().totals_s[StepPart.FORWARD] == pytest.approx(0.2)
 
 
 def test_without_events_the_hosts_times_count(heartbeat: Heartbeat) -> None:
-    heartbeat.mark(Part.FORWARD)
-    heartbeat.mark(Part.GATHER)
-    assert heartbeat.pace().totals_s[Part.FORWARD] > 0.0
+    heartbeat.mark(StepPart.FORWARD)
+    heartbeat.mark(StepPart.GATHER)
+    assert heartbeat.pace().totals_s[StepPart.FORWARD] > 0.0
 
 
 @pytest.mark.parametrize("slow", [None, 0, 3])

@@ -14,7 +14,7 @@ import torch
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import image_writer
 from elastic_trainer.state.fault_in import WORTH_BYTES, fault_in
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.state import Stager
 
 LARGE_BYTES = 48 << 20
@@ -76,7 +76,7 @@ def directory():
 
 
 def tier(directory, world_size=1):
-    place = Place(
+    place = KeeperPlace(
         directory=directory,
         node="n",
         local_rank=0,

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.hangs.stacks import Target, gather_fronts
+from elastic_trainer.agent.hangs.stacks import StackTarget, gather_fronts
 from elastic_trainer.agent.membership.hang_diagnosis import find_behind, find_hung_worker
 from elastic_trainer.agent.membership.notices import WorkerView
 from elastic_trainer.plan.layout import ParallelLayout
@@ -338,7 +338,7 @@ def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, l
             assert worker.stdout is not None
             assert worker.stdout.readline() == b"ready\n"
         targets = [
-            Target(rank=rank, pid=worker.pid, heartbeat=beat)
+            StackTarget(rank=rank, pid=worker.pid, heartbeat=beat)
             for rank, (worker, beat) in enumerate(zip(workers, beats, strict=True))
         ]
         expected = {rank: (3, 3 + (rank != late)) for rank in range(4)}
@@ -365,7 +365,7 @@ def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, l
 def test_a_worker_that_knows_nothing_of_it_is_not_signalled(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
-            target = Target(rank=0, pid=other.pid, heartbeat=tmp_path / "0.heartbeat")
+            target = StackTarget(rank=0, pid=other.pid, heartbeat=tmp_path / "0.heartbeat")
             assert gather_fronts([target], deadline_s=DEADLINE_S) == {}
             assert other.poll() is None
         finally:

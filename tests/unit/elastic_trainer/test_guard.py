@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, update
-from elastic_trainer.plan.anomalies import FINE, Action, Record, Skip, Void
+from elastic_trainer.plan.anomalies import FINE, AnomalyAction, AnomalyRecord, Skip, Void
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
@@ -101,8 +101,8 @@ def test_a_usual_step_writes_nothing(tmp_path):
 
 def test_a_skip_is_on_the_board_before_training_goes_on(tmp_path):
     guard = guard_of(tmp_path)
-    assert guard.decide(5, math.nan, 1.0).action is Action.SKIP
-    assert on_board(tmp_path).numbers == Record((Skip(5, 5),))
+    assert guard.decide(5, math.nan, 1.0).action is AnomalyAction.SKIP
+    assert on_board(tmp_path).numbers == AnomalyRecord((Skip(5, 5),))
     assert guard.passes_over(5)
     [event] = events(tmp_path)
     assert (event["step"], event["recorded"], event["loss"]) == (5, True, "nan")
@@ -113,17 +113,17 @@ def test_a_skip_that_cannot_be_recorded_is_made_all_the_same_and_says_so(tmp_pat
     guard = guard_of(tmp_path, board=Gone() if why == "gone" else None)
     if why == "fenced":
         update(FileBoard(tmp_path / "board"), lambda _: BoardState(epoch=2))
-    assert guard.decide(5, math.inf, 1.0).action is Action.SKIP
+    assert guard.decide(5, math.inf, 1.0).action is AnomalyAction.SKIP
     assert events(tmp_path)[0]["recorded"] is False
     assert not on_board(tmp_path).numbers.skips
 
 
 def test_a_rollback_voids_and_drops_what_is_newer(tmp_path):
     guard = guard_of(tmp_path, steps=(4, 8, 12), non_finite="rollback", rollback_steps=3)
-    assert guard.decide(13, math.nan, 1.0).action is Action.ROLLBACK
+    assert guard.decide(13, math.nan, 1.0).action is AnomalyAction.ROLLBACK
     state = on_board(tmp_path)
     assert [commit.step for commit in state.commits] == [4, 8]
-    assert state.numbers == Record((Skip(11, 13),), (Void(1, 10),))
+    assert state.numbers == AnomalyRecord((Skip(11, 13),), (Void(1, 10),))
     assert [event["event"] for event in events(tmp_path)] == ["numbers.rollback", "numbers.anomaly"]
 
 
@@ -147,7 +147,7 @@ def test_the_baseline_is_saved_with_the_state_and_restored(tmp_path):
     assert again.keeps[RECENT].equal(guard.keeps[RECENT]) is False  # NaN is not NaN
     assert again.keeps[RECENT].nan_to_num().equal(guard.keeps[RECENT].nan_to_num())
     spike = again.decide(13, 90.0, 1.0)
-    assert (spike.action, spike) == (Action.STOP, guard.decide(13, 90.0, 1.0))
+    assert (spike.action, spike) == (AnomalyAction.STOP, guard.decide(13, 90.0, 1.0))
 
 
 def test_a_checkpoint_without_a_baseline_begins_a_new_one(tmp_path):

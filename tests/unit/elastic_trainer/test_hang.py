@@ -17,13 +17,21 @@ from elastic_trainer.agent.hangs.hang import (
     WorkerProgress,
     gap_limit_s,
 )
-from elastic_trainer.worker.heartbeat import BUCKETS, Beat, Pace, Part, Section, bucket_of, edge_s
+from elastic_trainer.worker.heartbeat import (
+    BUCKETS,
+    Beat,
+    Pace,
+    Section,
+    StepPart,
+    bucket_of,
+    edge_s,
+)
 
 FLOOR_S, CEILING_S, START_S = 2.0, 10.0, 100.0
 
 
 def beat(
-    step: int, section: Section = Section.STEP, counter: int = 0, part: Part = Part.OTHER
+    step: int, section: Section = Section.STEP, counter: int = 0, part: StepPart = StepPart.OTHER
 ) -> Beat:
     return Beat(step, section, counter, 0, part)
 
@@ -36,17 +44,17 @@ def hung(standing: list[WorkerProgress]) -> list[WorkerProgress]:
     return [one for one in standing if one.hangs]
 
 
-def pace(gaps: dict[Part, list[float]]) -> Pace:
-    counts = [[0] * BUCKETS for _ in Part]
+def pace(gaps: dict[StepPart, list[float]]) -> Pace:
+    counts = [[0] * BUCKETS for _ in StepPart]
     for part, seconds in gaps.items():
         for gap in seconds:
             counts[part][bucket_of(int(gap * 1e9))] += 1
-    totals = tuple(sum(gaps.get(part, [])) for part in Part)
+    totals = tuple(sum(gaps.get(part, [])) for part in StepPart)
     return Pace(totals, tuple(map(tuple, counts)))
 
 
 def steady(
-    gaps: dict[Part, list[float]],
+    gaps: dict[StepPart, list[float]],
     *,
     steps: int = 100,
     seconds: float = 10.0,
@@ -82,32 +90,32 @@ def test_the_steady_loop_has_the_short_one_until_something_is_learned() -> None:
 
 
 def test_tiny_steps_come_down_to_the_floor() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100})
+    w = steady({StepPart.FORWARD: [0.05] * 100})
     assert not hung(w.observe(22.0, {0: beat(102)}))
     (one,) = hung(w.observe(22.1, {0: beat(102)}))
     assert one.limit_s == FLOOR_S
 
 
 def test_limits_are_learned_for_each_part_and_for_unknown_ones_from_the_others() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100, Part.DATA: [1.1] * 100})
+    w = steady({StepPart.FORWARD: [0.05] * 100, StepPart.DATA: [1.1] * 100})
     limits = {}
-    for part in (Part.FORWARD, Part.DATA, Part.OPTIMIZER):
+    for part in (StepPart.FORWARD, StepPart.DATA, StepPart.OPTIMIZER):
         (one,) = w.observe(20.5, {0: beat(102, part=part)})
         limits[part] = one.limit_s
-    assert limits[Part.FORWARD] == FLOOR_S
-    assert 4.4 <= limits[Part.DATA] <= 8.8
-    assert limits[Part.OPTIMIZER] == limits[Part.DATA]
+    assert limits[StepPart.FORWARD] == FLOOR_S
+    assert 4.4 <= limits[StepPart.DATA] <= 8.8
+    assert limits[StepPart.OPTIMIZER] == limits[StepPart.DATA]
 
 
 def test_the_ceiling_bounds_what_is_learned() -> None:
-    w = steady({Part.DATA: [60.0] * 100})
-    (one,) = w.observe(20.5, {0: beat(102, part=Part.DATA)})
+    w = steady({StepPart.DATA: [60.0] * 100})
+    (one,) = w.observe(20.5, {0: beat(102, part=StepPart.DATA)})
     assert one.limit_s == one.ceiling_s == CEILING_S
 
 
 def test_a_long_step_may_stand_for_two() -> None:
-    w = steady({Part.FORWARD: [0.01] * 100}, steps=5, seconds=10.0)
-    (one,) = w.observe(20.5, {0: beat(7, part=Part.FORWARD)})
+    w = steady({StepPart.FORWARD: [0.01] * 100}, steps=5, seconds=10.0)
+    (one,) = w.observe(20.5, {0: beat(7, part=StepPart.FORWARD)})
     assert one.limit_s == pytest.approx(4.0)
 
 
@@ -115,22 +123,24 @@ def test_what_happened_before_the_second_step_teaches_nothing() -> None:
     w = watch()
     w.observe(0, {0: beat(1)})
     w.observe(1, {0: beat(2)})
-    compiled = {Part.FORWARD: [60.0]}
+    compiled = {StepPart.FORWARD: [60.0]}
     w.learn(1, {0: pace(compiled)})
     w.observe(20, {0: beat(102)})
-    w.learn(11, {0: pace({Part.FORWARD: [60.0] + [0.05] * 100})})
-    (one,) = w.observe(21, {0: beat(102, part=Part.FORWARD)})
+    w.learn(11, {0: pace({StepPart.FORWARD: [60.0] + [0.05] * 100})})
+    (one,) = w.observe(21, {0: beat(102, part=StepPart.FORWARD)})
     assert one.limit_s == FLOOR_S
 
 
 def test_a_pause_is_forgotten_in_the_end() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100 + [4.0]})
-    (one,) = w.observe(21, {0: beat(102, part=Part.FORWARD)})
+    w = steady({StepPart.FORWARD: [0.05] * 100 + [4.0]})
+    (one,) = w.observe(21, {0: beat(102, part=StepPart.FORWARD)})
     assert one.limit_s > 8
     for minute in range(1, 2 * int(WINDOW_S) // 60 + 2):
-        w.observe(11 + 60 * minute, {0: beat(102 + 100 * minute, part=Part.FORWARD)})
-        w.learn(11 + 60 * minute, {0: pace({Part.FORWARD: [0.05] * 100 * (minute + 1) + [4.0]})})
-    (one,) = w.observe(12 + 60 * minute, {0: beat(102 + 100 * minute, part=Part.FORWARD)})
+        w.observe(11 + 60 * minute, {0: beat(102 + 100 * minute, part=StepPart.FORWARD)})
+        w.learn(
+            11 + 60 * minute, {0: pace({StepPart.FORWARD: [0.05] * 100 * (minute + 1) + [4.0]})}
+        )
+    (one,) = w.observe(12 + 60 * minute, {0: beat(102 + 100 * minute, part=StepPart.FORWARD)})
     assert one.limit_s == FLOOR_S
 
 
@@ -142,26 +152,26 @@ def test_on_gpus_an_adapter_may_try_again_before_a_worker_counts_as_hung() -> No
     w.observe(1, {0: beat(2)})
     w.learn(1, {0: pace({})})
     w.observe(20, {0: beat(102)})
-    w.learn(11, {0: pace({Part.GATHER: [0.05] * 100})})
-    assert not hung(w.observe(20 + 30, {0: beat(102, part=Part.GATHER)}))
-    assert hung(w.observe(50 + 30.1, {0: beat(102, part=Part.GATHER)}))
+    w.learn(11, {0: pace({StepPart.GATHER: [0.05] * 100})})
+    assert not hung(w.observe(20 + 30, {0: beat(102, part=StepPart.GATHER)}))
+    assert hung(w.observe(50 + 30.1, {0: beat(102, part=StepPart.GATHER)}))
 
 
 def test_compiling_again_has_the_long_one() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100})
-    (one,) = w.observe(21, {0: beat(102, part=Part.COMPILE)})
+    w = steady({StepPart.FORWARD: [0.05] * 100})
+    (one,) = w.observe(21, {0: beat(102, part=StepPart.COMPILE)})
     assert one.limit_s == one.ceiling_s == START_S
-    (one,) = w.observe(22, {0: beat(102, part=Part.FORWARD)})
+    (one,) = w.observe(22, {0: beat(102, part=StepPart.FORWARD)})
     assert (one.limit_s, one.ceiling_s) == (FLOOR_S, CEILING_S)
 
 
 @pytest.mark.parametrize(("device", "limit_s"), [(CPU, FLOOR_S), (CUDA, CEILING_S)])
 def test_the_first_snapshot_may_pin_memory(device: DeviceLimits, limit_s: float) -> None:
     device = replace(device, hang_floor_s=FLOOR_S)
-    w = steady({Part.FORWARD: [0.05] * 100, Part.SNAPSHOT: [0.01] * 100}, device=device)
-    (one,) = w.observe(21, {0: beat(102, part=Part.SNAPSHOT)})
+    w = steady({StepPart.FORWARD: [0.05] * 100, StepPart.SNAPSHOT: [0.01] * 100}, device=device)
+    (one,) = w.observe(21, {0: beat(102, part=StepPart.SNAPSHOT)})
     assert one.limit_s == limit_s
-    committed = replace(beat(103, part=Part.SNAPSHOT), committed_step=102)
+    committed = replace(beat(103, part=StepPart.SNAPSHOT), committed_step=102)
     (one,) = w.observe(22, {0: committed})
     assert one.limit_s == FLOOR_S
 
@@ -171,11 +181,11 @@ def test_who_waits_for_the_first_connection_is_asked_about_but_not_failed_before
 ):
     """Others may compile as long."""
     w = watch(replace(CUDA, connect_s=20.0))
-    w.observe(0, {0: beat(40, Section.FIRST_STEP, part=Part.GATHER)})
-    (one,) = hung(w.observe(20.1, {0: beat(40, Section.FIRST_STEP, part=Part.GATHER)}))
+    w.observe(0, {0: beat(40, Section.FIRST_STEP, part=StepPart.GATHER)})
+    (one,) = hung(w.observe(20.1, {0: beat(40, Section.FIRST_STEP, part=StepPart.GATHER)}))
     assert (one.limit_s, one.ceiling_s) == (20.0, START_S)
-    w.observe(21, {0: beat(40, Section.FIRST_STEP, part=Part.COMPILE)})
-    assert not hung(w.observe(120, {0: beat(40, Section.FIRST_STEP, part=Part.COMPILE)}))
+    w.observe(21, {0: beat(40, Section.FIRST_STEP, part=StepPart.COMPILE)})
+    assert not hung(w.observe(120, {0: beat(40, Section.FIRST_STEP, part=StepPart.COMPILE)}))
 
 
 def test_making_groups_has_the_limit_of_connecting() -> None:
@@ -191,7 +201,7 @@ def test_making_groups_has_the_limit_of_connecting() -> None:
 
 
 def test_saving_and_evaluating_have_the_long_one() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100})
+    w = steady({StepPart.FORWARD: [0.05] * 100})
     for section in (Section.SAVING, Section.EVALUATING):
         w.observe(22, {0: beat(102, section)})
         assert not hung(w.observe(122, {0: beat(102, section)}))
@@ -226,7 +236,7 @@ def test_a_stopped_process_has_no_excuse() -> None:
 
 
 def test_time_without_a_processor_extends_the_limit_up_to_the_ceiling() -> None:
-    w = steady({Part.FORWARD: [0.05] * 100})
+    w = steady({StepPart.FORWARD: [0.05] * 100})
     now, held = 20.0, 0.0
     w.observe(now, {0: beat(102, counter=1)}, held={0: held})
     while now < 29.8:  # a spinning process among three on one processor: it runs a third of it
@@ -234,7 +244,7 @@ def test_time_without_a_processor_extends_the_limit_up_to_the_ceiling() -> None:
         found = hung(w.observe(now, {0: beat(102, counter=1)}, held={0: held}))
         if abs(now - 20 - 3 * FLOOR_S) > 0.05:
             assert bool(found) == (now - 20 > 3 * FLOOR_S)
-    w = steady({Part.FORWARD: [0.05] * 100})
+    w = steady({StepPart.FORWARD: [0.05] * 100})
     assert not hung(w.observe(29.9, {0: beat(102)}, held={0: 9.9}))
     assert hung(w.observe(30.1, {0: beat(102)}, held={0: 10.1}))  # starved for ever is no excuse
 
@@ -269,7 +279,14 @@ def test_buckets_hold_what_they_say(gap_ns: int) -> None:
         assert gap_ns / 1e9 < edge_s(bucket) <= max(2.0 * gap_ns / 1e9, 1.1e-3 * 2)
 
 
-PARTS = (Part.DATA, Part.GATHER, Part.FORWARD, Part.GATHER, Part.BACKWARD, Part.REDUCE)
+PARTS = (
+    StepPart.DATA,
+    StepPart.GATHER,
+    StepPart.FORWARD,
+    StepPart.GATHER,
+    StepPart.BACKWARD,
+    StepPart.REDUCE,
+)
 
 
 def _simulate(seed: int, steps: int, *, load: float, wedge_after: int | None) -> float | None:
@@ -281,7 +298,7 @@ def _simulate(seed: int, steps: int, *, load: float, wedge_after: int | None) ->
     """
     chance, w = random.Random(seed), watch()
     now = looked = held = paused = next_learn = 0.0
-    counts, counter = [[0] * BUCKETS for _ in Part], 0
+    counts, counter = [[0] * BUCKETS for _ in StepPart], 0
     state = beat(0, Section.FIRST_STEP)
 
     def until(end: float, starved_s: float, late: bool) -> bool:
@@ -316,7 +333,7 @@ def _simulate(seed: int, steps: int, *, load: float, wedge_after: int | None) ->
             assert not until(end, starved_s, late), (step, part, cpu_s, starved_s)
             counts[part][bucket_of(int((end - now) * 1e9))] += 1
             now = end
-        state = Beat(step, Section.STEP, counter, 0, Part.OTHER)
+        state = Beat(step, Section.STEP, counter, 0, StepPart.OTHER)
         if wedge_after == step:
             begin = now
             while not until(now + 0.1, 0.0, False):

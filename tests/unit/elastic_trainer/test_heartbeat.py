@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Part, Request, Section
+from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Request, Section, StepPart
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_the_agent_reads_what_the_worker_does(sides):
     assert agent.read() == Beat(0, Section.STARTING, 0, 0)
     worker.beat(step=7, section=Section.STEP, committed_step=5)
     worker.beat()
-    assert agent.read() == Beat(7, Section.STEP, 2, 5, Part.OTHER, 1, 0)
+    assert agent.read() == Beat(7, Section.STEP, 2, 5, StepPart.OTHER, 1, 0)
 
 
 def test_requests_add_up_and_stay(sides):

@@ -14,7 +14,7 @@ from elastic_trainer.plan import injected
 from elastic_trainer.plan.injected import SLOW_S, VARIABLE, Inside, listen
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.train.marks import mark_compiling, mark_stage
-from elastic_trainer.worker.heartbeat import Heartbeat, Part, Section
+from elastic_trainer.worker.heartbeat import Heartbeat, Section, StepPart
 
 SHAPE = ModelShape(num_layers=2, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=16, vocab_size=32)
 
@@ -24,7 +24,7 @@ def test_compiling_is_marked_whenever_it_happens() -> None:
     mark_compiling(marks.append)
     try:
         torch.compile(torch.neg, backend="eager")(torch.ones(2))
-        assert marks == [Part.COMPILE, Part.FORWARD]
+        assert marks == [StepPart.COMPILE, StepPart.FORWARD]
     finally:
         torch._dynamo.callback.callback_handler.clear()
 
@@ -83,8 +83,8 @@ def test_a_slow_worker_loses_its_time_in_forward(trainer: SimpleNamespace, tmp_p
     beat.beat(step=1, section=Section.STEP)
     for _ in range(2):
         model(torch.zeros((1, 4), dtype=torch.int64), rope)
-    beat.mark(Part.OTHER)
+    beat.mark(StepPart.OTHER)
     totals = beat.pace().totals_s
-    assert totals[Part.FORWARD] >= 2 * SLOW_S
-    assert totals[Part.FORWARD] == max(totals)
+    assert totals[StepPart.FORWARD] >= 2 * SLOW_S
+    assert totals[StepPart.FORWARD] == max(totals)
     beat.close()

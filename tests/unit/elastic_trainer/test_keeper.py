@@ -18,18 +18,18 @@ from test_snapshot_image import KEY, write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.snapshots.errors import PeerError
 from elastic_trainer.state.snapshots.image import PAGE, Header, Image
 from elastic_trainer.state.snapshots.mac import MAC_BYTES
 from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
-    Peer,
+    KeeperAddress,
     PeerLink,
     read_peers,
     write_peers,
 )
-from elastic_trainer.state.snapshots.wire import Authenticate, Channel, Session
+from elastic_trainer.state.snapshots.wire import Authenticate, Authenticator, Channel
 from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 
 HOME = "127.0.0.1"
@@ -57,7 +57,7 @@ def prove(key: bytes, *, server: bool) -> Authenticate:
 
 
 def dial(keeper: Keeper, key: bytes = b"k") -> PeerLink:
-    peer = Peer(node="b", address=HOME, port=keeper.port)
+    peer = KeeperAddress(node="b", address=HOME, port=keeper.port)
     return PeerLink(peer, prove(key, server=False))
 
 
@@ -264,7 +264,7 @@ def test_a_keeper_that_is_not_there_is_said() -> None:
     with socket.create_server((HOME, 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(PeerError, match="node7 cannot be reached"):
-        PeerLink(Peer(node="node7", address=HOME, port=port), prove(b"k", server=False))
+        PeerLink(KeeperAddress(node="node7", address=HOME, port=port), prove(b"k", server=False))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +276,15 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
 ) -> None:
     """Only the node that should be asked has a keeper."""
     peers = [
-        Peer(node=f"n{i}", address=HOME, port=keeper.port if i == keeps else 0, machine=machine)
+        KeeperAddress(
+            node=f"n{i}", address=HOME, port=keeper.port if i == keeps else 0, machine=machine
+        )
         for i, machine in enumerate(machines)
     ]
     write_peers(tmp_path / "peers", peers[:3], peers[3:], ())
     own = tmp_path / "own"
     own.mkdir()
-    place = Place(
+    place = KeeperPlace(
         directory=own,
         node="n0",
         local_rank=0,
@@ -320,7 +322,7 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
     came: list[str] = []
     prove_here = prove(b"k", server=True)
 
-    def noted(sock: socket.socket) -> Session:
+    def noted(sock: socket.socket) -> Authenticator:
         came.append(sock.getsockname()[0])
         return prove_here(sock)
 
@@ -332,9 +334,9 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
     keeper = Keeper(tmp_path / "kept", HOME, authenticate=noted, key=KEY, links=links)
     keeper.start()
     (tmp_path / "own").mkdir()
-    here = Peer(node="a", address=HOME, port=0)
-    there = Peer(node="b", address=HOME, port=keeper.port)
-    place = Place(
+    here = KeeperAddress(node="a", address=HOME, port=0)
+    there = KeeperAddress(node="b", address=HOME, port=keeper.port)
+    place = KeeperPlace(
         directory=tmp_path / "own",
         node="a",
         local_rank=local_rank,
@@ -359,7 +361,9 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
 
 
 def test_peers_are_written_and_read(tmp_path: Path) -> None:
-    peers = tuple(Peer(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(4))
+    peers = tuple(
+        KeeperAddress(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(4)
+    )
     write_peers(tmp_path / "peers", peers[:2], peers[2:3], peers[3:])
     found = read_peers(tmp_path / "peers")
     assert found == {"members": peers[:2], "spares": peers[2:3], "left": peers[3:]}
@@ -454,7 +458,9 @@ def test_a_malformed_answer_of_a_keeper_is_an_error_of_that_peer(answer: dict[st
 
         thread = threading.Thread(target=answer_once)
         thread.start()
-        with PeerLink(Peer(node="b", address=HOME, port=port), prove(b"k", server=False)) as link:
+        with PeerLink(
+            KeeperAddress(node="b", address=HOME, port=port), prove(b"k", server=False)
+        ) as link:
             for ask in (
                 link.held,
                 lambda: link.verified_index("copy-e2-r1-s0"),

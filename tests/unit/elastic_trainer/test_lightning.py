@@ -9,7 +9,7 @@ pytest.importorskip("lightning", reason="not installed: pip install -e '.[dev]'"
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from elastic_trainer.integrations.lightning import HoldfastCallback
+from elastic_trainer.integrations.lightning import LightningCallback
 from elastic_trainer.worker.progress import ApiError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
@@ -24,7 +24,7 @@ def set_up(folder, *callbacks, **options):
     """Return a Trainer as the callback has it when `fit` begins."""
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=folder,
-        callbacks=[HoldfastCallback(), *callbacks], **options,
+        callbacks=[LightningCallback(), *callbacks], **options,
     )  # fmt: skip
     trainer.callbacks[0].setup(trainer, LightningModule(), "fit")
     return trainer

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.plan.anomalies import Record, Void
+from elastic_trainer.plan.anomalies import AnomalyRecord, Void
 from elastic_trainer.state.errors import FencedError
 from elastic_trainer.state.manifest import (
     FileEntry,
@@ -87,7 +87,7 @@ def test_commit_of_another_epoch_is_fenced():
 
 
 def test_a_save_that_was_under_way_when_the_group_went_back_does_not_count():
-    record = Record().with_void(Void(epoch=1, step=4))
+    record = AnomalyRecord().with_void(Void(epoch=1, step=4))
     with pytest.raises(FencedError, match="step 5 was rolled back"):
         with_commit(BoardState(epoch=1, numbers=record), commit(5), keep=3)
     assert with_commit(BoardState(epoch=1, numbers=record), commit(4), keep=3).commits

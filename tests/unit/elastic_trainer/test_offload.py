@@ -12,10 +12,10 @@ from device_streams import Device
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import offload
-from elastic_trainer.state.memory import MemoryTier, Place
+from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import HOST, CudaOffload, offload_of
 from elastic_trainer.state.snapshots.image import Image
-from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.peer import KeeperAddress
 
 HERE = torch.device("cpu")
 KEY = bytes(32)
@@ -29,12 +29,12 @@ def directory():
 
 
 def tier_of(directory, device):
-    place = Place(
+    place = KeeperPlace(
         directory=directory,
         node="n",
         local_rank=0,
         workers=1,
-        members=(Peer(node="n", address="127.0.0.1", port=0),),
+        members=(KeeperAddress(node="n", address="127.0.0.1", port=0),),
         spares=(),
         authenticate=lambda _: None,
         image_key=KEY,

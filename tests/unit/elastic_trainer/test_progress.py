@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_trainer.agent.workers.workers import has_run
-from elastic_trainer.record.script_steps import Shown, Source, restart
+from elastic_trainer.record.script_steps import Shown, StepSource, restart
 from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.worker.progress import StepCounter, own_count
 
@@ -110,22 +110,22 @@ def test_a_worker_says_with_which_step_it_began_and_how_that_is_known(counter) -
     for _ in range(3):
         fresh.step()
     beat = heartbeat.read()
-    assert (beat.first, beat.source) == (1, Source.OPTIMIZER)
+    assert (beat.first, beat.source) == (1, StepSource.OPTIMIZER)
     loaded = an_optimizer("Adam")
     state = fresh.state_dict()
     state["state"][0]["step"] = torch.tensor(50.0)
     loaded.load_state_dict(state)
     loaded.step()
     beat = heartbeat.read()
-    assert (beat.first, beat.source) == (51, Source.OPTIMIZER), "another one was not loaded"
+    assert (beat.first, beat.source) == (51, StepSource.OPTIMIZER), "another one was not loaded"
     an_optimizer("SGD").step()
-    assert heartbeat.read().source is Source.OPTIMIZER
+    assert heartbeat.read().source is StepSource.OPTIMIZER
     steps.report(0)
     assert heartbeat.read().first == 0, "no step yet"
     steps.report(70)
     steps.report(71)
     beat = heartbeat.read()
-    assert (beat.first, beat.source) == (70, Source.SCRIPT)
+    assert (beat.first, beat.source) == (70, StepSource.SCRIPT)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
@@ -137,7 +137,7 @@ def test_a_second_training_in_a_worker_tells_nothing_of_where_it_resumed(counter
     del first
     gc.collect()
     an_optimizer("Adam").step()
-    assert heartbeat.read().source is Source.UNSURE
+    assert heartbeat.read().source is StepSource.UNSURE
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,13 @@ def test_a_restart_is_from_scratch_where_it_begins_as_the_run_did(before, now, e
         step=newest,
         first=origin,
         origin=origin,
-        source=Source[source.upper()],
+        source=StepSource[source.upper()],
         from_scratch=count,
     )
     first, source = now
     found = restart(
-        was, Shown(epoch=2, step=first, first=first, origin=first, source=Source[source.upper()])
+        was,
+        Shown(epoch=2, step=first, first=first, origin=first, source=StepSource[source.upper()]),
     )
     assert (found and (found.redone, found.from_scratch)) == expected
     if found is not None and expected[0] is not None and expected[0] >= 5:

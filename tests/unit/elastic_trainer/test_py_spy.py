@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.agent.hangs.procfs import state_of
-from elastic_trainer.agent.hangs.stacks import Target, find_py_spy, gather_stacks
+from elastic_trainer.agent.hangs.stacks import StackTarget, find_py_spy, gather_stacks
 
 pytestmark = pytest.mark.skipif(
     find_py_spy() is None, reason="py-spy is not installed: pip install py-spy"
@@ -59,7 +59,7 @@ def test_py_spy_shows_what_a_process_is_doing_that_cannot_say(
         while state_of(spinning.pid) != "T":
             assert time.monotonic() - begin < DEADLINE_S
             time.sleep(0.01)
-    target = Target(rank=3, pid=spinning.pid, heartbeat=tmp_path / "heartbeat")
+    target = StackTarget(rank=3, pid=spinning.pid, heartbeat=tmp_path / "heartbeat")
     dump = gather_stacks([target], deadline_s=DEADLINE_S)
     assert dump.seconds < DEADLINE_S
     assert list(dump.texts) == ["rank3.txt"]
@@ -72,7 +72,7 @@ def test_py_spy_shows_what_a_process_is_doing_that_cannot_say(
 def test_what_py_spy_does_not_finish_in_time_is_left_out(
     spinning: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    target = Target(rank=0, pid=spinning.pid, heartbeat=tmp_path / "heartbeat")
+    target = StackTarget(rank=0, pid=spinning.pid, heartbeat=tmp_path / "heartbeat")
     dump = gather_stacks([target], deadline_s=0.0)
     assert "--- stacks, from py-spy" in dump.texts["rank0.txt"].decode()
     assert "pid" in dump.texts["rank0.txt"].decode()

@@ -176,7 +176,7 @@ def test_a_step_of_a_finished_training_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "_counter", (os.getpid(), StepCounter(heartbeat)))
     for begins, finished in ((0, False), (3, True)):
         model = nn.Linear(2, 2)
-        run = api.Run(environment(tmp_path), {"memory_every_steps": 0}, name="sft")
+        run = api.WorkerRun(environment(tmp_path), {"memory_every_steps": 0}, name="sft")
         assert run.restore(model, torch.optim.AdamW(model.parameters())) == begins
         assert run.finished is finished
         if finished:

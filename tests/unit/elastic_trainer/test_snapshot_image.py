@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.memory import Place
+from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.memory_restore import _keep_only
 from elastic_trainer.state.snapshots.errors import TornImageError
 from elastic_trainer.state.snapshots.image import (
@@ -26,7 +26,7 @@ from elastic_trainer.state.snapshots.image import (
     place,
 )
 from elastic_trainer.state.snapshots.mac import MAC_BYTES
-from elastic_trainer.state.snapshots.peer import Peer
+from elastic_trainer.state.snapshots.peer import KeeperAddress
 
 NUM_DAMAGES = 1000
 KEY = bytes(range(32))
@@ -213,8 +213,8 @@ def test_what_a_restore_took_counts_as_committed_and_all_else_is_gone(tmp_path: 
     image = Image(torn)
     image.tear()
     image.close()
-    peer = Peer(node="a", address="::1", port=1)
-    place = Place(
+    peer = KeeperAddress(node="a", address="::1", port=1)
+    place = KeeperPlace(
         directory=tmp_path,
         node="a",
         local_rank=0,

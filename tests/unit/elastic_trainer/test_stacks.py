@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
+from elastic_trainer.agent.hangs.stacks import StackTarget, gather_stacks
 from elastic_trainer.worker.worker_answers import ask, ask_path, signalled_path
 
 ANSWERS = """
@@ -62,7 +62,7 @@ BUSY = "while True: pass"
 DEADLINE_S = 60.0
 """An agent grants a part of that: this is about what comes, not when."""
 
-Start = Callable[[str], Target]
+Start = Callable[[str], StackTarget]
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a worker that answers and then runs the code, and waits for its first line."""
     with ExitStack() as running:
 
-        def start(code: str) -> Target:
+        def start(code: str) -> StackTarget:
             heartbeat = tmp_path / "0.heartbeat"
             command = [sys.executable, "-c", code, str(heartbeat)]
             process = running.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
             running.callback(process.kill)
             assert process.stdout is not None
             assert process.stdout.readline()
-            return Target(rank=0, pid=process.pid, heartbeat=heartbeat)
+            return StackTarget(rank=0, pid=process.pid, heartbeat=heartbeat)
 
         yield start
 

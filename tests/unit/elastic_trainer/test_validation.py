@@ -17,7 +17,7 @@ from elastic_trainer.plan.config import (
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import PRESETS
-from elastic_trainer.train.validation import Validation
+from elastic_trainer.train.validation import Validator
 from elastic_trainer.worker.heartbeat import Request
 
 BATCH, SEQ_LEN = 4, 8
@@ -43,7 +43,7 @@ def validation(path, *, windows, batches=None, dp_rank=0, dp=1):
         checkpoint=CheckpointSection(dir="/nowhere"),
         elastic=ElasticSection(),
     )
-    return Validation(
+    return Validator(
         section,
         config,
         rung,

@@ -8,7 +8,7 @@ import pytest
 from fake_api import kubeconfig
 
 from launcher.platforms.kubernetes import storage
-from launcher.platforms.kubernetes.api import KubernetesApi, Patience, connect
+from launcher.platforms.kubernetes.api import ApiPatience, KubernetesApi, connect
 from launcher.platforms.kubernetes.backend import KubernetesBackend
 
 ROOT = "/apis/kubeflow.org/v1/namespaces/train/pytorchjobs"
@@ -82,7 +82,7 @@ def backend(server, tmp_path, waits, monkeypatch):
     made: list[KubernetesApi] = []
 
     def connected(context):
-        patience = Patience(connect_s=2.0, read_s=5.0, retry_s=0.0)
+        patience = ApiPatience(connect_s=2.0, read_s=5.0, retry_s=0.0)
         env = {"KUBECONFIG": str(path)}
         made.append(connect(context, env=env, patience=patience, sleep=waits.append))
         return made[-1]

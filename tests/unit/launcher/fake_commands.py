@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.spec.errors import UserError
 
 Reply = tuple[int, str, str]
@@ -35,7 +35,7 @@ class FakeCommands:
         if isinstance(reply, Exception):
             raise reply
         code, out, err = reply
-        return Answer(argv=tuple(argv), code=code, out=out, err=err)
+        return CommandResult(argv=tuple(argv), code=code, out=out, err=err)
 
     def asked(self, program):
         return [argv for argv in self.calls if argv[0] == program]

@@ -20,7 +20,7 @@ import urllib3
 import yaml
 
 from launcher.plan.search import plan
-from launcher.platforms.kubernetes.api import KubernetesApi, Patience, connect
+from launcher.platforms.kubernetes.api import ApiPatience, KubernetesApi, connect
 from launcher.platforms.kubernetes.documents import (
     CONFIG_MAP,
     POD,
@@ -116,7 +116,7 @@ def playing(said: list[dict[str, Any]], kubeconfig: Path) -> tuple[KubernetesApi
     """Return a client that is told what is on a tape, and what it asks."""
     api = connect(
         env={"KUBECONFIG": str(kubeconfig)},
-        patience=Patience(retry_s=0.0),
+        patience=ApiPatience(retry_s=0.0),
         sleep=lambda _: None,
     )
     api.client.rest_client.pool_manager = player = Player(said)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.platforms.commands import Answer, SystemCommands, TimedOutError
+from launcher.platforms.commands import CommandResult, SystemCommands, TimedOutError
 from launcher.spec.errors import UserError
 
 
@@ -75,6 +75,6 @@ def test_one_that_does_not_end_is_killed_with_its_children(tmp_path):
 
 
 def test_a_long_complaint_is_cut():
-    answer = Answer(argv=("x",), code=1, out="", err="e" * 5000 + "\n\n")
+    answer = CommandResult(argv=("x",), code=1, out="", err="e" * 5000 + "\n\n")
     assert len(answer.complaint) == 2000
-    assert Answer(argv=("x",), code=1, out="said\n", err=" \n").complaint == "said"
+    assert CommandResult(argv=("x",), code=1, out="said\n", err=" \n").complaint == "said"

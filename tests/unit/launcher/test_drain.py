@@ -11,7 +11,7 @@ from launcher.node.decide import EXIT_LEFT
 from launcher.node.leaving import Drains, asked_to_leave
 from launcher.node.steps import to_start_again
 from launcher.platforms.base import Machine
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.record.fleet import standings
 from launcher.spec.errors import UserError
 
@@ -79,10 +79,10 @@ class Slurm:
         assert argv[0] == "scontrol"
         if argv[1] == "update":
             self.updates.append(argv[2:])
-            return Answer(argv=tuple(argv), code=int(self.refuses), out="", err="no")
+            return CommandResult(argv=tuple(argv), code=int(self.refuses), out="", err="no")
         names = argv[-1].split(",")
         lines = [f"NodeName={n} State={self.states.get(n, 'ALLOCATED')} Reason=fan" for n in names]
-        return Answer(argv=tuple(argv), code=0, out="\n".join(lines), err="")
+        return CommandResult(argv=tuple(argv), code=0, out="\n".join(lines), err="")
 
 
 @pytest.fixture

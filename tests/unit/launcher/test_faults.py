@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.record.events import Event
-from launcher.local.faults import Fault, FaultAction, Phase, parse_fault, parse_faults, phases_begun
+from launcher.local.faults import (
+    Fault,
+    FaultAction,
+    FaultPhase,
+    parse_fault,
+    parse_faults,
+    phases_begun,
+)
 from launcher.spec.errors import UserError
 
 RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
@@ -29,9 +36,12 @@ RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
         ("wedge-worker:0@30", Fault(FaultAction.WEDGE_WORKER, 0, 30)),
         ("starve-worker:0@30", Fault(FaultAction.STARVE_WORKER, 0, 30)),
         ("slow-worker:0@30", Fault(FaultAction.SLOW_WORKER, 0, 30)),
-        ("kill-node:2@30/save", Fault(FaultAction.KILL_NODE, 2, 30, Phase.SAVE)),
-        ("kill-node:2@0/rendezvous", Fault(FaultAction.KILL_NODE, 2, 0, Phase.RENDEZVOUS)),
-        ("kill-coordinator@9/growth", Fault(FaultAction.KILL_COORDINATOR, None, 9, Phase.GROWTH)),
+        ("kill-node:2@30/save", Fault(FaultAction.KILL_NODE, 2, 30, FaultPhase.SAVE)),
+        ("kill-node:2@0/rendezvous", Fault(FaultAction.KILL_NODE, 2, 0, FaultPhase.RENDEZVOUS)),
+        (
+            "kill-coordinator@9/growth",
+            Fault(FaultAction.KILL_COORDINATOR, None, 9, FaultPhase.GROWTH),
+        ),
     ],
 )
 def test_valid_forms(text, fault):
@@ -83,7 +93,7 @@ def test_all_mistakes_in_one_go():
     st.sampled_from(FaultAction),
     st.none() | st.integers(0, 3),
     st.integers(1, 99),
-    st.none() | st.sampled_from(Phase),
+    st.none() | st.sampled_from(FaultPhase),
     st.text("x:@"),
 )
 def test_text_form_round_trips(action, target, step, phase, junk):
@@ -103,12 +113,12 @@ def event(name, **fields):
 @pytest.mark.parametrize(
     ("happened", "begun"),
     [
-        (event("run.started"), {Phase.RENDEZVOUS}),
-        (event("epoch.aborted"), {Phase.RENDEZVOUS}),
-        (event("recovery.phase", phase="model"), {Phase.RESTORE}),
+        (event("run.started"), {FaultPhase.RENDEZVOUS}),
+        (event("epoch.aborted"), {FaultPhase.RENDEZVOUS}),
+        (event("recovery.phase", phase="model"), {FaultPhase.RESTORE}),
         (event("recovery.phase", phase="fork"), set()),
-        (event("checkpoint.started"), {Phase.SAVE}),
-        (event("trainer.stopping", why="growth"), {Phase.GROWTH}),
+        (event("checkpoint.started"), {FaultPhase.SAVE}),
+        (event("trainer.stopping", why="growth"), {FaultPhase.GROWTH}),
         (event("trainer.stopping", why="stop"), set()),
     ],
 )

@@ -9,7 +9,7 @@ from synthetic_record import STEP_S, Stream, config_of
 
 from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, Facts, Kind, findings
+from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, FindingKind, RunFacts, findings
 
 NODES = ["n1", "n2", "n3", "n4"]
 RUNNING = JobStatus(state=JobState.RUNNING, nodes=tuple(NODES), batch_host="n1")
@@ -24,7 +24,7 @@ def found(stream, *, after=0.0, status=RUNNING, **facts):
     """Return kind -> finding, some seconds after the newest event."""
     training = None if stream is None else TrainingStatus(config_of(steps=900), stream.events)
     now = 2000.0 if stream is None else stream.t + after
-    known = Facts(run="one", platform=status, training=training, **facts)
+    known = RunFacts(run="one", platform=status, training=training, **facts)
     return {finding.kind: finding for finding in findings(known, now_unix=now)}
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_wrong_with_a_job_that_trains():
 
 
 def test_silence_against_the_time_of_a_step():
-    finding = found(training(), after=80.0)[Kind.NO_PROGRESS]
+    finding = found(training(), after=80.0)[FindingKind.NO_PROGRESS]
     assert finding.text == "no step for 1 min 20 s (steps take 0.1 s): step 64/900"
     assert "stacks one" in finding.how_to_fix
 
@@ -45,12 +45,12 @@ def test_slow_steps_are_given_ten_of_them_but_no_more_than_a_hang_is():
         stream.t += 12.0 - STEP_S
         stream.steps(stream.step + 1, ranks=1)
     assert found(stream, after=119.0) == {}
-    assert Kind.NO_PROGRESS in found(stream, after=121.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=121.0)
     for _ in range(20):
         stream.t += 200.0 - STEP_S
         stream.steps(stream.step + 1, ranks=1)
     assert found(stream, after=359.0) == {}
-    assert Kind.NO_PROGRESS in found(stream, after=361.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=361.0)
 
 
 def test_pauses_that_the_run_makes_now_and_then_are_known_once_one_was_seen():
@@ -58,21 +58,21 @@ def test_pauses_that_the_run_makes_now_and_then_are_known_once_one_was_seen():
     stream.t += 50.0  # a script's evaluation, of which nobody tells
     stream.steps(40, ranks=1)
     assert found(stream, after=99.0) == {}
-    assert Kind.NO_PROGRESS in found(stream, after=101.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=101.0)
 
 
 def test_the_second_step_teaches_nothing():
     stream = training(1)
     stream.t += 250.0
     stream.steps(9, ranks=1)
-    assert Kind.NO_PROGRESS in found(stream, after=61.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=61.0)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_start_has_the_ceiling_of_a_start(steps):
     stream = training(steps)
     assert found(stream, after=899.0) == {}
-    assert Kind.NO_PROGRESS in found(stream, after=901.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=901.0)
 
 
 @pytest.mark.parametrize("ended", ["evaluation.ended", "validation.completed"])
@@ -81,9 +81,9 @@ def test_pauses_that_are_told_have_a_ceiling_of_their_own(event, ended):
     stream = training()
     stream.add(event, epoch=1, step=64)
     assert found(stream, after=899.0) == {}
-    assert Kind.NO_PROGRESS in found(stream, after=901.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=901.0)
     stream.add(ended, epoch=1)
-    assert Kind.NO_PROGRESS in found(stream, after=80.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=80.0)
 
 
 def test_a_save_that_is_written_beside_the_steps_excuses_nothing():
@@ -91,23 +91,23 @@ def test_a_save_that_is_written_beside_the_steps_excuses_nothing():
     stream.add("checkpoint.started", epoch=1, step=64)
     stream.t += STEP_S
     stream.steps(66, ranks=1)
-    assert Kind.NO_PROGRESS in found(stream, after=80.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=80.0)
 
 
 def test_a_recovery_that_forms_no_epoch():
     stream = training().kill_node("n4")
-    assert set(found(stream, after=30.0)) == {Kind.NODES_LOST}
-    finding = found(stream, after=70.0)[Kind.NO_PROGRESS]
+    assert set(found(stream, after=30.0)) == {FindingKind.NODES_LOST}
+    finding = found(stream, after=70.0)[FindingKind.NO_PROGRESS]
     assert "recovering" in finding.text
     stream.add("epoch.delayed", epoch=1, seconds=120.0, reason="storage")
-    assert Kind.NO_PROGRESS not in found(stream, after=170.0)
-    assert Kind.NO_PROGRESS in found(stream, after=181.0)
+    assert FindingKind.NO_PROGRESS not in found(stream, after=170.0)
+    assert FindingKind.NO_PROGRESS in found(stream, after=181.0)
 
 
 def test_a_parked_job_waits_on_purpose():
     stream = training().kill_node("n4")
     stream.add("membership.parked", epoch=1, have=3, need=4)
-    assert set(found(stream, after=5000.0)) == {Kind.NODES_LOST}
+    assert set(found(stream, after=5000.0)) == {FindingKind.NODES_LOST}
 
 
 def test_agents_that_never_write_anything():
@@ -115,38 +115,38 @@ def test_agents_that_never_write_anything():
     assert found(Stream(), status=early) == {}
     empty = Stream(t=2000.0)
     late = dataclasses.replace(RUNNING, started=2000.0 - 901.0)
-    assert Kind.NO_PROGRESS in found(empty, status=late)
+    assert FindingKind.NO_PROGRESS in found(empty, status=late)
     # What the attempt before it wrote does not count.
     old = training()
     again = dataclasses.replace(RUNNING, started=old.t + 500.0)
     assert found(old, after=600.0, status=again) == {}
-    assert Kind.NO_PROGRESS in found(old, after=500.0 + 901.0, status=again)
+    assert FindingKind.NO_PROGRESS in found(old, after=500.0 + 901.0, status=again)
 
 
 def test_a_suspended_job_is_suspended_and_not_slow():
     status = dataclasses.replace(RUNNING, suspended=True, words="go on with: scontrol resume 7")
-    assert set(found(training(), after=4000.0, status=status)) == {Kind.SUSPENDED}
+    assert set(found(training(), after=4000.0, status=status)) == {FindingKind.SUSPENDED}
 
 
 def test_a_lost_node_by_the_record():
     stream = training().kill_node("n4").form(["n1", "n2", "n3"], resume=64).steps(80, ranks=1)
-    finding = found(stream)[Kind.NODES_LOST]
+    finding = found(stream)[FindingKind.NODES_LOST]
     assert finding.text == "3 of 4 nodes: n4 is lost"
     assert finding.how_to_fix == ""
     # It may come back as long as the platform has it in the job.
-    assert found(stream, nodes_return=False)[Kind.NODES_LOST].how_to_fix == ""
+    assert found(stream, nodes_return=False)[FindingKind.NODES_LOST].how_to_fix == ""
     stream.add("member.joined", epoch=2, node="n1", member="n4")
     assert found(stream) == {}
 
 
 def test_a_lost_node_by_the_platform_alone():
     status = dataclasses.replace(RUNNING, nodes=("n1", "n2"), nodes_lost=("n3", "n4"))
-    finding = found(training(), status=status)[Kind.NODES_LOST]
+    finding = found(training(), status=status)[FindingKind.NODES_LOST]
     assert (finding.text, finding.how_to_fix) == ("2 of 4 nodes: n3 n4 are lost", "")
-    finding = found(training(), status=status, nodes_return=False)[Kind.NODES_LOST]
+    finding = found(training(), status=status, nodes_return=False)[FindingKind.NODES_LOST]
     assert "holdfast restart one" in finding.how_to_fix
     # Before any agent has written: by the platform's own names.
-    finding = found(Stream().start(nodes=4), status=status)[Kind.NODES_LOST]
+    finding = found(Stream().start(nodes=4), status=status)[FindingKind.NODES_LOST]
     assert finding.text == "2 of 4 nodes: n3 n4 are lost"
 
 
@@ -157,9 +157,13 @@ def test_a_machine_and_the_pod_on_it_are_one():
         stream.add("agent.started", node=pod, host=host)
     stream.form(pods, resume=0).steps(9, ranks=1)
     status = JobStatus(state=JobState.RUNNING, nodes=tuple(pods), nodes_lost=("n4",))
-    assert found(stream, status=status)[Kind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+    assert (
+        found(stream, status=status)[FindingKind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+    )
     stream.add("member.lost", epoch=1, node="pod-0", member="pod-3", host="n4", reason="EOF")
-    assert found(stream, status=status)[Kind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+    assert (
+        found(stream, status=status)[FindingKind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+    )
 
 
 def test_nodes_that_were_let_go_or_excluded_are_not_lost():
@@ -172,36 +176,38 @@ def test_nodes_that_were_let_go_or_excluded_are_not_lost():
 def test_what_the_platform_did_to_a_node_comes_first_until_a_step_follows():
     words, stream = "pod n2: it ran out of memory", training()
     status = dataclasses.replace(RUNNING, words=words, reason="OOMKilled", broke=stream.t + 1)
-    assert next(iter(found(stream, after=200.0, status=status))) is Kind.NODE_BROKE
-    finding = found(Stream().start(), status=status)[Kind.NODE_BROKE]
+    assert next(iter(found(stream, after=200.0, status=status))) is FindingKind.NODE_BROKE
+    finding = found(Stream().start(), status=status)[FindingKind.NODE_BROKE]
     assert finding.text == f"{words} (OOMKilled)"
     stream.t += 2.0
-    assert Kind.NODE_BROKE not in found(stream.steps(65, ranks=1), status=status)
+    assert FindingKind.NODE_BROKE not in found(stream.steps(65, ranks=1), status=status)
 
 
 def test_a_coordinator_that_nobody_knew_is_no_node():
     stream = Stream().start()
     stream.add("member.lost", node="n1", member="?", host="?", reason="EOF")
-    assert Kind.NODES_LOST not in found(stream)
+    assert FindingKind.NODES_LOST not in found(stream)
 
 
 def test_the_batch_host():
     stream = training().kill_node("n1").form(["n2", "n3", "n4"], resume=64).steps(80, ranks=1)
-    assert list(found(stream)) == [Kind.BATCH_HOST_LOST, Kind.NODES_LOST]
+    assert list(found(stream)) == [FindingKind.BATCH_HOST_LOST, FindingKind.NODES_LOST]
 
 
 def test_saves_that_fail():
     stream = training()
     stream.add("checkpoint.failed", epoch=1, step=20, reason="rank 0: No space left on device")
     stream.add("checkpoint.failed", epoch=1, step=40, reason="rank 1: No space left on device")
-    finding = found(stream)[Kind.SAVES_FAIL]
+    finding = found(stream)[FindingKind.SAVES_FAIL]
     assert "twice in a row, last at step 40 (rank 1: No space left on device)" in finding.text
     assert "none has succeeded" in finding.text
     stream.add("checkpoint.committed", epoch=1, step=60, dir="x")
     assert found(stream) == {}
     stream.t += 5.0
     stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
-    assert "the newest checkpoint is of step 60, 5 s old" in found(stream)[Kind.SAVES_FAIL].text
+    assert (
+        "the newest checkpoint is of step 60, 5 s old" in found(stream)[FindingKind.SAVES_FAIL].text
+    )
 
 
 def test_a_full_disk():
@@ -211,21 +217,21 @@ def test_a_full_disk():
         dataclasses.replace(disk, free_bytes=LEAST_BYTES - 1),
         dataclasses.replace(disk, has_files=False),
     ):
-        finding = found(training(), disks=(disk, full))[Kind.DISK_FULL]
+        finding = found(training(), disks=(disk, full))[FindingKind.DISK_FULL]
         assert "/scratch" in finding.text
 
 
 def test_a_record_that_cannot_be_brought_here_is_no_good_news():
     told = found(training(), after=4000.0, problem="the pod does not answer")
-    assert set(told) == {Kind.RECORD_AWAY}
-    assert "the pod does not answer" in told[Kind.RECORD_AWAY].text
+    assert set(told) == {FindingKind.RECORD_AWAY}
+    assert "the pod does not answer" in told[FindingKind.RECORD_AWAY].text
 
 
 def test_a_save_that_failed_is_left_to_tell_of_a_run_that_has_ended():
     stream = training()
     stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
     for state in (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED):
-        assert set(found(stream, status=JobStatus(state=state))) == {Kind.SAVES_FAIL}
+        assert set(found(stream, status=JobStatus(state=state))) == {FindingKind.SAVES_FAIL}
     assert found(stream, status=JobStatus(state=JobState.DONE)) == {}
 
 

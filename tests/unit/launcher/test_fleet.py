@@ -13,7 +13,7 @@ from elastic_trainer.record.events import Event
 from launcher.cli.main import run_cli
 from launcher.fleet.ledger import MOST_BYTES, Fleet, fleet_at, place_for
 from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
-from launcher.fleet.preflight.checks import Finding, NodeReport
+from launcher.fleet.preflight.checks import CheckResult, NodeReport
 from launcher.platforms.base import Machine
 from launcher.platforms.kubernetes.machines import of_nodes
 from launcher.platforms.slurm.machines import of_scontrol
@@ -345,7 +345,7 @@ def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
 
 
 def report(node, level, **more):
-    finding = Finding(check="gpus", level=level, text="7 of 8", **more)
+    finding = CheckResult(check="gpus", level=level, text="7 of 8", **more)
     return NodeReport(node=node, findings=(finding,))
 
 
@@ -353,8 +353,8 @@ def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path
     fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
     good = [report(f"n{k}", "ok", seen=(GPUS[k],)) for k in (1, 2)]
     assert note_moved(fleet, good, NOW) == []
-    bad = Finding(check="kernel", level="fail", text="XID 79", gpus=(GPUS[0],))
-    other = Finding(check="shm", level="fail", text="full")
+    bad = CheckResult(check="kernel", level="fail", text="XID 79", gpus=(GPUS[0],))
+    other = CheckResult(check="shm", level="fail", text="full")
     third = NodeReport(node="n3", findings=(bad, other))
     assert [(each.gpu, each.reason) for each in note_failed(fleet, [*good, third], NOW)] == [
         (GPUS[0], "preflight: kernel: XID 79"),

@@ -13,7 +13,7 @@ from launcher.plan.search import plan
 from launcher.plan.summary import summary_lines
 from launcher.spec.errors import UserError
 from launcher.spec.hardware import GPUS, device_memory_gib
-from launcher.spec.memory import GIB, HOLDFAST, Stack, Work, fullest_rank, rank_bytes
+from launcher.spec.memory import GIB, HOLDFAST, StackTraits, Workload, fullest_rank, rank_bytes
 from launcher.spec.reading import parse_spec
 
 LLAMA = PRESETS["llama3-8b"]
@@ -23,7 +23,7 @@ def work(**changed):
     given = {
         "shape": LLAMA, "seq_len": 8192, "micro_batch": 1, "precision": "bf16", "recompute": "none",
     }  # fmt: skip
-    return Work(**{**given, **changed})
+    return Workload(**{**given, **changed})
 
 
 def test_whole_gradients_that_do_not_fit_are_refused_and_reduced_ones_offered(make_spec):
@@ -183,7 +183,7 @@ def test_offers_against_a_mixture_that_does_not_fit_are_legal_with_its_ep(make_s
 
 
 def test_the_optimizers_step_is_a_moment_of_its_own():
-    plain = Stack(zero=3, weights=2, gradients=2, optimizer=12, dtensor=False)
+    plain = StackTraits(zero=3, weights=2, gradients=2, optimizer=12, dtensor=False)
     tight = dataclasses.replace(plain, step=12)
     job = work(seq_len=256, recompute="full")
     more = rank_bytes(job, ParallelLayout(dp=4), 2, 0, tight).counted
@@ -218,7 +218,7 @@ def test_more_replicas_never_need_more_and_more_tokens_never_less(recompute, tp,
 @pytest.mark.parametrize(("tp", "dp", "gib"), [(2, 4, 81.59), (4, 2, 52.89), (8, 1, 38.57)])
 def test_a_distributed_optimizer_as_megatron_was_measured(tp, dp, gib):
     """Four layers of 405B on B200, max_allocated: SimuMax, b200_release_v1.2_summary.md."""
-    megatron = Stack(
+    megatron = StackTraits(
         zero=1, weights=2, gradients=4, optimizer=12, gathers_again=True, dtensor=False,
         attention_copies=1, balanced=False, selective="attention", logit_bytes=6, loss_rows=0,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from kubernetes_jobs import bundle_of, kind
 from launcher.platforms.kubernetes.admission import (
     CLAIM,
     STORAGE_CLASS,
-    Cluster,
+    KubernetesCluster,
     Named,
     class_of,
     named,
@@ -48,7 +48,7 @@ def codes(found):
 
 
 def judged(values=None, **said):
-    return codes(problems(asked(values), Cluster(**said)))
+    return codes(problems(asked(values), KubernetesCluster(**said)))
 
 
 def quota(hard, used=None, **spec):
@@ -65,7 +65,7 @@ def node(*, taints=(), **allocatable):
 
 
 def test_of_a_silent_cluster_nothing_is_judged(kind):
-    assert problems(asked(kind=kind), Cluster()) == []
+    assert problems(asked(kind=kind), KubernetesCluster()) == []
 
 
 def test_what_pods_name_is_asked_for(kind):
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named():
         Named((STORAGE_CLASS,), "fast", "kubernetes.claim"),
         Named((CLAIM,), "registry", "kubernetes.image_pull_secrets", needed=False),
     ]
-    found = problems(asked(), Cluster(missing=missing))
+    found = problems(asked(), KubernetesCluster(missing=missing))
     assert codes(found) == ["HF760", "HF760", "HF184"]
     assert "persistentvolumeclaims/runs does not exist in namespace train" in found[0].message
     assert "storageclasses.storage.k8s.io/fast does not exist;" in found[1].message
@@ -128,7 +128,7 @@ def test_a_quota_is_compared_with_the_whole_job(hard, used, values, code):
 
 def test_a_quotas_message_has_the_values():
     hard = {"requests.nvidia.com/gpu": "3"}
-    [found] = problems(asked({"elastic.min_nodes": 4}), Cluster(quotas=[quota(hard)]))
+    [found] = problems(asked({"elastic.min_nodes": 4}), KubernetesCluster(quotas=[quota(hard)]))
     values = ("few", "train", "requests.nvidia.com/gpu=3", "0 used", "5 pods")
     assert [value for value in values if value not in found.message] == []
 
@@ -224,7 +224,7 @@ def test_nodes_are_only_warned_of_for_some_may_be_added(nodes, values, code):
     ],
 )
 def test_what_the_server_says_to_a_pod(said, code, key):
-    found = problems(asked(), Cluster(pod_refused=said))
+    found = problems(asked(), KubernetesCluster(pod_refused=said))
     assert [(each.code, each.where.key) for each in found] == ([(code, key)] if code else [])
 
 

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 import pytest
 from fake_api import Reply, kubeconfig, server, status_object, waits
 
-from launcher.platforms.kubernetes.api import Patience, connect
+from launcher.platforms.kubernetes.api import ApiPatience, connect
 from launcher.platforms.kubernetes.documents import CONFIG_MAP, POD, RESOURCES
 from launcher.platforms.kubernetes.errors import (
     BrokenOffError,
@@ -39,7 +39,7 @@ def api(server, tmp_path, waits):
     path.write_text(kubeconfig(server.url))
     found = connect(
         env={"KUBECONFIG": str(path)},
-        patience=Patience(connect_s=2.0, read_s=5.0, retry_s=5.0),
+        patience=ApiPatience(connect_s=2.0, read_s=5.0, retry_s=5.0),
         sleep=waits.append,
     )
     yield found
@@ -110,7 +110,7 @@ def test_a_busy_server_is_asked_again_when_it_wants_to_be(api, server, waits):
 def test_a_server_that_stays_away_is_temporary(server, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig("http://127.0.0.1:1"))
-    patience = Patience(connect_s=1.0, read_s=1.0, retry_s=0.0)
+    patience = ApiPatience(connect_s=1.0, read_s=1.0, retry_s=0.0)
     found = connect(env={"KUBECONFIG": str(path)}, patience=patience)
     with pytest.raises(
         BusyError, match=r"the Kubernetes API at http://127.0.0.1:1 does not answer"
@@ -120,7 +120,7 @@ def test_a_server_that_stays_away_is_temporary(server, tmp_path):
 
 def test_garbage_is_temporary(api, server):
     server.says("GET", *[Reply(200, "<html>502</html>")] * 50)
-    api._patience = Patience(retry_s=0.0)
+    api._patience = ApiPatience(retry_s=0.0)
     with pytest.raises(TemporaryError, match="cannot be read: <html>502"):
         api.list_all(POD, "train")
 

@@ -17,7 +17,7 @@ from fake_api import CREATED, Reply, server, status_object, waits
 from kubernetes_jobs import job_with
 
 from elastic_trainer.storage.storage_probe import probe_storage
-from launcher.platforms.base import JobId, JobRef, Notices, RemoteExec
+from launcher.platforms.base import ChangeFeed, JobId, JobRef, RemoteExec
 from launcher.platforms.kubernetes.api import KubernetesApi
 from launcher.platforms.kubernetes.documents import Bundle, read_bundle, storage_pod, template_of
 from launcher.runs import run_dir as run_dirs
@@ -37,7 +37,7 @@ def made(server):
 
 def test_it_is_a_backend_that_reaches_its_nodes(backend):
     assert isinstance(backend, RemoteExec)
-    assert isinstance(backend, Notices)
+    assert isinstance(backend, ChangeFeed)
     assert backend.name == "kubernetes"
 
 

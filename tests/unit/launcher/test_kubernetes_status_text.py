@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launcher.platforms.base import NO_SUCH_JOB
 from launcher.platforms.kubernetes.pods import failures, in_order, name_of, text_of, time_of
 from launcher.platforms.kubernetes.status_text import (
-    Seen,
+    ApiView,
     description_of,
     events_of,
     job_code,
@@ -84,7 +84,7 @@ def event(about, reason, message, kind="PyTorchJob"):
 
 def told(thing, pods=(), **kwargs):
     stop = kwargs.pop("stop_asked", False)
-    return status_of(Seen(job=thing, pods=pods, **kwargs), now_unix=NOW, stop_asked=stop)
+    return status_of(ApiView(job=thing, pods=pods, **kwargs), now_unix=NOW, stop_asked=stop)
 
 
 def test_a_job_that_runs():
@@ -452,7 +452,7 @@ def test_a_pod_that_never_started_is_nothing_left_of_a_deleted_job():
     replaced = [waiting(0, "ContainerCreating"), pod(1, "Pending")]
     found = told(leaving, replaced)
     assert (found.state, found.reason) == ("unknown", NO_SUCH_JOB)
-    assert Seen(job=leaving, pods=replaced).is_over
+    assert ApiView(job=leaving, pods=replaced).is_over
     assert told(None, replaced, stop_asked=True).state == "cancelled"
     restarts = waiting(2, "CrashLoopBackOff", last={"terminated": {"exitCode": 1}})
     found = told(leaving, [*replaced, restarts])
@@ -482,7 +482,7 @@ def test_events_are_those_of_the_job_and_its_pods_in_order():
         event("other", "Pulled", "image y", "Pod"),
         event("tiny-worker-0", "NoTime", "", "Pod") | {"lastTimestamp": None, "metadata": {}},
     ]
-    found = events_of(Seen(job=job(), pods=[pod(0)], events=known))
+    found = events_of(ApiView(job=job(), pods=[pod(0)], events=known))
     assert [one.text for one in found] == [
         "Pod tiny-worker-0: Pulled: image x",
         "PyTorchJob tiny: Later: b (3 times)",
@@ -490,12 +490,14 @@ def test_events_are_those_of_the_job_and_its_pods_in_order():
 
 
 def test_the_description():
-    found = description_of(Seen(job=job(condition("Running", message="ok")), pods=[pod(0), pod(1)]))
+    found = description_of(
+        ApiView(job=job(condition("Running", message="ok")), pods=[pod(0), pod(1)])
+    )
     assert found["Kind"] == "PyTorchJob (kubeflow.org/v1)"
     assert found["Pods"] == "2 Running"
     assert found["Conditions"] == "Running: ok"
     assert found["Pod tiny-worker-1"] == "Running on gpu-1"
-    assert description_of(Seen(job=None)) == {}
+    assert description_of(ApiView(job=None)) == {}
 
 
 JSON = st.recursive(
@@ -533,7 +535,7 @@ def test_whatever_a_pod_says_there_is_an_answer(reason, message, code, phase, wh
         "failed",
         "saved",
     )
-    description_of(Seen(job=job(), pods=pods))
+    description_of(ApiView(job=job(), pods=pods))
 
 
 @given(st.lists(st.from_regex(r"\A[a-z0-9-]{1,12}\Z"), unique=True))

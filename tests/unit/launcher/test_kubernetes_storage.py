@@ -14,13 +14,13 @@ from fake_api import Reply, server, status_object, waits
 
 from elastic_trainer.board.open_board import ELSEWHERE, read_board
 from elastic_trainer.board.state import BoardState, Commit
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.platforms.kubernetes import storage as kubernetes_storage
 from launcher.platforms.kubernetes.documents import CONFIG_MAP
 from launcher.platforms.kubernetes.errors import BusyError, UnreachableError
 from launcher.platforms.kubernetes.exec import PodExec
 from launcher.platforms.kubernetes.files import Fetched
-from launcher.platforms.kubernetes.status_text import Seen
+from launcher.platforms.kubernetes.status_text import ApiView
 from launcher.platforms.kubernetes.storage import Storage
 from launcher.record import stop_request
 from launcher.spec.errors import PermanentError, UserError
@@ -80,15 +80,15 @@ def board(tmp_path):
 
 def test_the_board_in_the_cluster_is_kept_beside_the_run(tmp_path, board):
     (board / ELSEWHERE).write_text("kubernetes://train/llama-board\n")
-    Claim().fetch(tmp_path, Seen(job=None), mark="")
+    Claim().fetch(tmp_path, ApiView(job=None), mark="")
     with pytest.raises(OSError, match="KUBERNETES_SERVICE_HOST"):
         read_board(board, env={})
-    Claim(state=STATE.encode().decode()).fetch(tmp_path, Seen(job=None), mark="")
+    Claim(state=STATE.encode().decode()).fetch(tmp_path, ApiView(job=None), mark="")
     assert read_board(board, env={}) == STATE
 
 
 def test_a_board_of_files_has_come_with_the_files(tmp_path, board):
-    Claim(state="not asked for").fetch(tmp_path, Seen(job=None), mark="")
+    Claim(state="not asked for").fetch(tmp_path, ApiView(job=None), mark="")
     assert list(board.iterdir()) == []
 
 
@@ -96,7 +96,7 @@ def test_a_board_of_files_has_come_with_the_files(tmp_path, board):
 def test_what_is_no_board_is_told(tmp_path, board, state):
     (board / ELSEWHERE).write_text("kubernetes://train/llama-board\n")
     with pytest.raises(PermanentError, match="the board of the run cannot be read"):
-        Claim(state=state).fetch(tmp_path, Seen(job=None), mark="")
+        Claim(state=state).fetch(tmp_path, ApiView(job=None), mark="")
 
 
 def ending(name, deleted):
@@ -113,7 +113,7 @@ LEAVING = {"metadata": {"name": "llama", "deletionTimestamp": "2026-01-01T00:50:
 def test_a_pod_that_should_be_gone_is_not_asked(tmp_path, job):
     pods = [ending("a", "2026-01-01T00:50:00Z"), ending("b", "2026-01-01T01:00:30Z")]
     storage = Claim()
-    storage.fetch(tmp_path, Seen(job=job, pods=pods), mark="1")
+    storage.fetch(tmp_path, ApiView(job=job, pods=pods), mark="1")
     assert storage.asked == ["b"]
 
 
@@ -123,7 +123,7 @@ def test_a_pod_that_should_be_gone_is_not_asked(tmp_path, job):
 )
 def test_what_is_left_of_a_job_on_a_dark_node_does_not_keep_its_files(tmp_path, job, asked):
     storage = Claim()
-    storage.fetch(tmp_path, Seen(job=job, pods=[ending("a", "2026-01-01T00:50:00Z")]), mark="1")
+    storage.fetch(tmp_path, ApiView(job=job, pods=[ending("a", "2026-01-01T00:50:00Z")]), mark="1")
     assert storage.asked == asked
 
 
@@ -145,7 +145,7 @@ JOB = {"metadata": {"name": "llama"}}
 
 def test_where_a_node_does_not_answer_another_pod_is_asked(tmp_path):
     storage = Claim("a", "b")
-    seen = Seen(job=JOB, pods=[running("a"), running("b"), running("c")])
+    seen = ApiView(job=JOB, pods=[running("a"), running("b"), running("c")])
     storage.fetch(tmp_path, seen, mark="1")
     assert storage.asked == ["c"]
 
@@ -153,13 +153,13 @@ def test_where_a_node_does_not_answer_another_pod_is_asked(tmp_path):
 def test_pods_of_lost_nodes_are_not_even_asked(tmp_path):
     storage = Claim()
     by_pod, by_node = running("a", ready="False"), running("b")
-    seen = Seen(job=JOB, pods=[by_pod, by_node, running("c")], ready={"n-b": False})
+    seen = ApiView(job=JOB, pods=[by_pod, by_node, running("c")], ready={"n-b": False})
     storage.fetch(tmp_path, seen, mark="1")
     assert (set(storage.api.logs), storage.asked) == ({"c"}, ["c"])
 
 
 def test_where_no_node_answers_that_is_told(tmp_path):
-    seen = Seen(job=JOB, pods=[running("a"), running("b", ready="False")])
+    seen = ApiView(job=JOB, pods=[running("a"), running("b", ready="False")])
     with pytest.raises(UnreachableError, match=r"n-a, n-b\).*pod a does not answer: dial tcp"):
         Claim("a").fetch(tmp_path, seen, mark="1")
 
@@ -172,7 +172,7 @@ def test_a_pod_that_refuses_for_a_moment_is_asked_again(tmp_path, monkeypatch):
         sizes.append(len(stdin.read()) if len(sizes) == 2 else 0)
         if len(sizes) < 3:
             raise BusyError("container not running")
-        return Answer(argv=tuple(argv), code=0, out="", err="")
+        return CommandResult(argv=tuple(argv), code=0, out="", err="")
 
     monkeypatch.setattr(PodExec, "run", run)
     Claim().put("pod", Fetched.load(tmp_path), fresh=True)

@@ -12,7 +12,7 @@ from elastic_trainer.plan.config import ElasticSection
 from launcher.node.attempt import Past
 from launcher.node.decide import (
     STILL_READS,
-    AttemptResult,
+    AttemptOutcome,
     BeatWatch,
     attempt_result,
     is_over,
@@ -159,7 +159,7 @@ def test_a_save_counts_as_a_failure_only_at_the_time_limit():
 
 @given(CODES, st.sampled_from(["requeue", "chain", "none"]), st.integers(0, 5), st.booleans())
 def test_restarts_are_counted_only_where_there_would_be_one_more(code, restart, done, stop):
-    found = AttemptResult(code=code, failed=False, reason="so it was")
+    found = AttemptOutcome(code=code, failed=False, reason="so it was")
     given = {"restart": restart, "done": done, "stop_asked": stop}
     assert within_restarts(found, most=None, **given) == found
     now = within_restarts(found, most=3, **given)

@@ -23,7 +23,7 @@ from launcher.node.end import end
 from launcher.node.say import note
 from launcher.node.slurm import carry_out
 from launcher.node.watchdog import Watchdog
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.platforms.processes import start_ticks
 from launcher.record.atomic_file import write_json
 from launcher.spec.errors import UserError
@@ -172,7 +172,7 @@ def test_a_process_that_has_ended_is_gone_before_it_is_reaped():
 
 
 def answer(text="", code=0, err=""):
-    return Answer(argv=(), code=code, out=text, err=err)
+    return CommandResult(argv=(), code=code, out=text, err=err)
 
 
 class Controller:

@@ -18,7 +18,7 @@ from elastic_trainer.record.events import Event
 from launcher.cli.main import cli
 from launcher.record.notices import KINDS, Notice, Notices
 from launcher.runs.reports import notifying
-from launcher.runs.reports.notifying import Follower, Webhook
+from launcher.runs.reports.notifying import RunFollower, Webhook
 from launcher.spec.errors import UserError
 
 
@@ -157,7 +157,7 @@ def test_only_what_is_new_is_told(tmp_path):
     events.mkdir(parents=True)
     (tmp_path / "one" / "job.json").write_text("{}")
     (events / "a.jsonl").write_text(ABORTED.encode())
-    follower = Follower(tmp_path, KINDS)
+    follower = RunFollower(tmp_path, KINDS)
     assert follower.poll() == ([], [])
     with (events / "a.jsonl").open("a") as file:
         file.write(PARKED.encode())
@@ -204,6 +204,6 @@ def test_without_an_address_it_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_the_folder_of_runs_may_be_missing(tmp_path):
-    notices, problems = Follower(Path(tmp_path / "no"), KINDS).poll()
+    notices, problems = RunFollower(Path(tmp_path / "no"), KINDS).poll()
     assert notices == []
     assert "cannot be read" in problems[0]

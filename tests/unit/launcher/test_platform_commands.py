@@ -12,7 +12,7 @@ from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher.node.attempt import Attempt
 from launcher.node.end import put_summary
-from launcher.platforms.slurm.queries import Patience
+from launcher.platforms.slurm.queries import SlurmPatience
 from launcher.record import stop_request
 from launcher.record.atomic_file import read_json, write_json
 from launcher.record.files import LauncherLog
@@ -48,7 +48,7 @@ def test_status_of_a_running_run_has_both_words(slurm, capsys):
 
 
 def test_a_controller_that_is_away_leaves_the_run_unknown(slurm, capsys, monkeypatch):
-    patience = Patience(retry_query_s=0.0)
+    patience = SlurmPatience(retry_query_s=0.0)
     monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: patience)
     trains()
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
 from launcher.fleet.preflight import checks
-from launcher.fleet.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
-from launcher.fleet.preflight.nodes import SUBMITTERS, Preflight, Where, choose
-from launcher.platforms.commands import Answer as Said
+from launcher.fleet.preflight.checks import CheckResult, Expected, NodeReport, evaluate, run_checks
+from launcher.fleet.preflight.nodes import SUBMITTERS, NodeSelection, Preflight, choose
+from launcher.platforms.commands import CommandResult as Said
 from launcher.spec.errors import UserError
 
 
@@ -27,7 +27,7 @@ class Usage(NamedTuple):
 
 
 def report(node, **values):
-    findings = tuple(Finding(check=name, value=value) for name, value in values.items())
+    findings = tuple(CheckResult(check=name, value=value) for name, value in values.items())
     return NodeReport(node=node, findings=findings)
 
 
@@ -63,7 +63,7 @@ def test_who_differs_from_the_others_is_named():
 
 
 def test_what_has_failed_already_keeps_its_words():
-    failed = Finding(check="storage", level="fail", text="full", value=1.0)
+    failed = CheckResult(check="storage", level="fail", text="full", value=1.0)
     reports = [report("a", storage=100.0), report("b", storage=100.0)]
     reports.append(NodeReport(node="c", findings=(failed,)))
     assert evaluate(reports, Expected())[2].findings == (failed,)
@@ -182,8 +182,8 @@ def test_nodes_with_other_drivers_or_slower_ports_differ():
         return NodeReport(
             node=name,
             findings=(
-                Finding(check="gpu-health", text=driver, value=driver),
-                Finding(check="nics", text=rates, value=rates),
+                CheckResult(check="gpu-health", text=driver, value=driver),
+                CheckResult(check="nics", text=rates, value=rates),
             ),
         )
 
@@ -248,7 +248,7 @@ class Slurm:
 
 def test_nodes_that_are_down_are_not_asked(tmp_path):
     slurm = Slurm("n1|down\nn2|drained\nn3|idle*\nn4|draining\n")
-    found = Preflight(where=Where(), folder=tmp_path / "f", commands=slurm).run(Expected())
+    found = Preflight(where=NodeSelection(), folder=tmp_path / "f", commands=slurm).run(Expected())
     assert [(each.node, each.level) for each in found] == [
         (name, "fail") for name in ("n1", "n2", "n3", "n4")
     ]
@@ -257,7 +257,12 @@ def test_nodes_that_are_down_are_not_asked(tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    [Where(partition="a b"), Where(nodes="n1;rm"), Where(partition="-p"), Where(nodes="no")],
+    [
+        NodeSelection(partition="a b"),
+        NodeSelection(nodes="n1;rm"),
+        NodeSelection(partition="-p"),
+        NodeSelection(nodes="no"),
+    ],
 )
 def test_wrong_names_are_refused(tmp_path, where):
     with pytest.raises(UserError) as error:
@@ -312,7 +317,7 @@ def test_nodes_are_asked_a_few_at_a_time_and_none_is_forgotten(tmp_path, monkeyp
     monkeypatch.setenv("BUSY", str(busy))
     nodes = [f"n{i}" for i in range(20)]
     slurm = Slurm("".join(f"{node}|idle\n" for node in nodes))
-    asking = Preflight(where=Where(), folder=tmp_path / "f", commands=slurm)
+    asking = Preflight(where=NodeSelection(), folder=tmp_path / "f", commands=slurm)
     found = asking.run(Expected(), timeout_s=0.5)
     assert [each.node for each in found] == nodes
     problems = {each.node: each.problem for each in found}

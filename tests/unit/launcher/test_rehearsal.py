@@ -18,8 +18,8 @@ from launcher.local.rehearsal.verdicts import (
     Attempts,
     Failing,
     Level,
-    Stage,
-    Verdict,
+    Rehearsed,
+    RowVerdict,
     clocked,
     faults_of,
     passed,
@@ -127,7 +127,7 @@ SUMMARY = {
     "nodes_at_end": ["node0", "node1"],
     "failures": [{"kind": "hang", "recovered_s": 1.5}],
 }
-STAGE = Stage(summary=SUMMARY, nodes=3, smallest=1, is_script=False)
+STAGE = Rehearsed(summary=SUMMARY, nodes=3, smallest=1, is_script=False)
 INJECTED = Event(event="fault.injected", t_unix=10.0, t_mono=0.0, step=20, node="node1")
 ENDED = Event(event="run.ended", t_unix=13.5, t_mono=0.0, fields={"code": 91})
 
@@ -238,7 +238,7 @@ def test_a_preempted_job_saves_in_time_and_goes_on(number, after_s, codes, level
 
 
 CLOCK = Clock(save_s=30, shutdown_s=60, lead_s=150, limit_s=None)
-ROW = Verdict(failing=Failing.PREEMPTION, level=Level.OK, text="ended")
+ROW = RowVerdict(failing=Failing.PREEMPTION, level=Level.OK, text="ended")
 
 
 @pytest.mark.parametrize(

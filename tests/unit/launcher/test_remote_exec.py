@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from elastic_trainer.agent.hangs.look import lines_of
 from launcher.plan.search import plan
 from launcher.platforms.base import JobId, JobRef
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.record.files import LauncherLog
 from launcher.render.sbatch import render_slurm
-from launcher.runs.runs import Run
+from launcher.runs.runs import StoredRun
 from launcher.runs.watching.remote_exec import (
     RunningJob,
     StepStart,
@@ -62,7 +62,7 @@ def test_other_files_are_refused(text):
 
 @pytest.fixture
 def running(tmp_path):
-    run = Run(path=tmp_path, submission=None, shown="r")
+    run = StoredRun(path=tmp_path, submission=None, shown="r")
     start = StepStart(python="/p", options=("--container-image=i",))
     return RunningJob(
         run=run,
@@ -108,7 +108,7 @@ class Says:
 
     def run(self, argv, *, timeout_s, stdin=""):
         self.argv = argv
-        return Answer(argv=tuple(argv), code=self.code, out=self.out, err=self.err)
+        return CommandResult(argv=tuple(argv), code=self.code, out=self.out, err=self.err)
 
 
 LINE = '{"rank": %d, "pid": 1, "epoch": 2, "node": "n1", "host": "n1", "text": "t"}\n'
@@ -147,7 +147,7 @@ def test_long_texts_of_several_nodes_come_apart_again(texts, random):
     nodes = tuple(f"n{rank}" for rank in range(len(texts)))
     with TemporaryDirectory() as folder:
         running = RunningJob(
-            run=Run(path=Path(folder), submission=None, shown="r"),
+            run=StoredRun(path=Path(folder), submission=None, shown="r"),
             target="slurm", job=job, nodes=nodes, start=StepStart(python="/p"), env={},
             run_dir=folder,
         )  # fmt: skip

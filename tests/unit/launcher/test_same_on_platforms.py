@@ -10,8 +10,8 @@ import pytest
 from fake_api import server
 from platform_sides import RUN, KubernetesSide, SlurmSide
 
-from launcher.platforms.kubernetes.api import Patience
-from launcher.platforms.slurm.queries import Patience as SlurmPatience
+from launcher.platforms.kubernetes.api import ApiPatience
+from launcher.platforms.slurm.queries import ApiPatience as SlurmPatience
 
 __all__ = ["server"]  # fixture
 
@@ -132,7 +132,7 @@ COMMANDS = (
 @pytest.fixture
 def quick(monkeypatch):
     """Ask platforms that are away once."""
-    slurm, kubernetes = SlurmPatience(retry_query_s=0.0), Patience(retry_s=0.0)
+    slurm, kubernetes = SlurmPatience(retry_query_s=0.0), ApiPatience(retry_s=0.0)
     monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: slurm)
     monkeypatch.setattr("launcher.platforms.kubernetes.api.Patience", lambda: kubernetes)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.platforms.slurm import admission, parse
-from launcher.platforms.slurm.admission import Cluster, problems, request_of
+from launcher.platforms.slurm.admission import SlurmCluster, problems, request_of
 from launcher.render.shell import sbatch_option
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "slurm-22.05" / "admission"
@@ -45,7 +45,7 @@ def rows(name, columns=admission.ASSOCIATION_COLUMNS):
 
 def cluster(account="ml", **other):
     known = (GOLDEN / f"account-{account}.txt").exists()
-    found = Cluster(
+    found = SlurmCluster(
         config=parse.settings(said("config")),
         partitions=parse.records(said("partitions")),
         nodes=parse.parse_sinfo(said("sinfo")),
@@ -98,7 +98,9 @@ def test_what_is_not_known_is_not_judged(part):
 
 
 def test_of_a_silent_slurm_nothing_is_judged():
-    assert [problems(job(options), Cluster()) for options, _ in VERDICTS] == [[]] * len(VERDICTS)
+    assert [problems(job(options), SlurmCluster()) for options, _ in VERDICTS] == [[]] * len(
+        VERDICTS
+    )
 
 
 @pytest.mark.parametrize(

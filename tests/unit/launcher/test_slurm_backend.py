@@ -9,7 +9,7 @@ from launcher.platforms.base import JobId, JobRef, JobState
 from launcher.platforms.commands import SystemCommands, TimedOutError
 from launcher.platforms.slurm.backend import SlurmBackend, outside_jobs, slurm_environment
 from launcher.platforms.slurm.parse import SACCT_COLUMNS, SEPARATOR
-from launcher.platforms.slurm.queries import Patience
+from launcher.platforms.slurm.queries import SlurmPatience
 from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 T = 1_767_225_600
@@ -46,7 +46,7 @@ def ref(job="17", run="tiny", **kwargs):
 
 def backend(replies, **kwargs):
     commands = FakeCommands(NOTHING | replies)
-    patience = Patience(retry_query_s=0.0, retry_act_s=0.0, adopt_s=0.0, **kwargs)
+    patience = SlurmPatience(retry_query_s=0.0, retry_act_s=0.0, adopt_s=0.0, **kwargs)
     return SlurmBackend(commands, env={}, patience=patience, sleep=lambda _: None), commands
 
 

@@ -16,12 +16,12 @@ from launcher.node.steps import (
     AWAY_S,
     LONE_TRIES,
     MOST_STARTS,
-    Steps,
+    SlurmSteps,
     command_of,
     grouped,
     to_start_again,
 )
-from launcher.platforms.commands import Answer
+from launcher.platforms.commands import CommandResult
 from launcher.record.files import RunRecord
 
 
@@ -50,7 +50,7 @@ class World:
         self.attempt = Attempt(run_dir, "17", 0)
         self.attempt.dir.mkdir(parents=True)
         self.sruns, self.now, self.allocated = [], 0.0, nodes
-        self.steps = Steps(
+        self.steps = SlurmSteps(
             self.attempt, nodes, ["srun", "--wait=0", "agent"], start=self.start, commands=self,
             mono=lambda: self.now,
         )  # fmt: skip
@@ -62,7 +62,7 @@ class World:
     def run(self, argv, *, timeout_s, stdin=""):
         assert argv[0] == "squeue"
         out = ",".join(self.allocated)
-        return Answer(argv=argv, code=0 if out else 1, out=out, err="")
+        return CommandResult(argv=argv, code=0 if out else 1, out=out, err="")
 
     def of(self, node):
         return next(srun for srun in reversed(self.sruns) if srun.nodes == node)

@@ -12,7 +12,7 @@ from fake_api import kubeconfig
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
 from launcher.fleet.ledger import Fleet, fleet_at
 from launcher.node.strikes import Strikes
-from launcher.platforms.kubernetes.api import Patience, connect
+from launcher.platforms.kubernetes.api import ApiPatience, connect
 from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError
 
@@ -110,7 +110,7 @@ def test_a_ledger_that_refuses_is_said_once_and_tried_again(run, server, tmp_pat
 def test_the_launcher_reads_and_writes_it_by_its_own_client(server, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig(url_of(server)).replace('"secret"', f'"{FIRST_TOKEN}"'))
-    patience = Patience(connect_s=2.0, read_s=5.0, retry_s=0.0)
+    patience = ApiPatience(connect_s=2.0, read_s=5.0, retry_s=0.0)
     api = connect(env={"KUBECONFIG": str(path)}, patience=patience)
     fleet = fleet_at(PLACE, lambda: api)
     assert fleet.entries() == []

@@ -18,7 +18,7 @@ from slurm_bench import TINY, asked, cli, fresh, refused, slurm, submit
 
 from elastic_trainer.storage.storage_probe import probe_storage
 from launcher.cli.main import run_cli
-from launcher.platforms.slurm.queries import Patience
+from launcher.platforms.slurm.queries import SlurmPatience
 from launcher.runs import run_dir as run_dirs
 
 __all__ = ["fresh", "slurm"]  # fixtures
@@ -131,7 +131,9 @@ def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
 
 
 def test_a_slurm_that_answers_garbage(fresh, capsys, monkeypatch):
-    monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: Patience(adopt_s=0.0))
+    monkeypatch.setattr(
+        "launcher.platforms.slurm.backend.Patience", lambda: SlurmPatience(adopt_s=0.0)
+    )
     fresh.says("sbatch", out="<html>502 Bad Gateway</html>")
     fresh.says("squeue", out="<html>502 Bad Gateway</html>")
     err = refused(capsys, code=1)

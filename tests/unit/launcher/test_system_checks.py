@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.fleet.preflight import checks
-from launcher.fleet.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
+from launcher.fleet.preflight.checks import CheckResult, Expected, NodeReport, evaluate, run_checks
 from launcher.fleet.preflight.hardware import port_problems, port_rates
 from launcher.fleet.preflight.processes import (
-    Process,
+    ProcStatus,
     ancestors,
     mapped_segments,
     orphans,
@@ -137,7 +137,7 @@ def test_clocks_that_may_be_equal_are_never_told_apart(bounds):
 
 
 def test_a_clock_that_storage_does_not_show_is_found():
-    same = Finding(check="clock", value=0.0)
+    same = CheckResult(check="clock", value=0.0)
     nodes = {"a": (-1.0, 3.0), "b": (-1.0, 3.0), "c": (-1.0, 3.0), "d": (59.0, 63.0)}
     reports = [
         NodeReport(node=node, findings=(same,), clock=clock) for node, clock in nodes.items()
@@ -235,7 +235,7 @@ def test_the_cuda_that_torch_is_built_for_is_read(text, version):
 def test_parts_that_differ_are_named_alone():
     def node(name, nccl):
         text = f"python 3.12.3, torch 2.13.0, CUDA 13.0, NCCL {nccl}, holdfast-ml 0.1.0"
-        return NodeReport(node=name, findings=(Finding(check="versions", value=text),))
+        return NodeReport(node=name, findings=(CheckResult(check="versions", value=text),))
 
     found = evaluate([*(node(name, "2.28.9") for name in "abc"), node("d", "2.27.3")], Expected())
     [odd] = found[3].findings
@@ -283,7 +283,7 @@ def test_speeds_of_interfaces_that_are_up_are_told():
 
 
 def process(pid, **known):
-    return Process(**{"pid": pid, "uid": 1000, "command": "python train.py", **known})
+    return ProcStatus(**{"pid": pid, "uid": 1000, "command": "python train.py", **known})
 
 
 SELF = process(1, job="7", tracked=True)

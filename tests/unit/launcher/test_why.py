@@ -14,14 +14,14 @@ from launcher.local.job import AttemptResult, job_code
 from launcher.platforms.base import JobId, JobRef, JobState, JobStatus
 from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
 from launcher.record.status import TrainingStatus
-from launcher.runs.runs import Run, find_run
+from launcher.runs.runs import StoredRun, find_run
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses
 
 
 def status_of(tmp_path: Path, stream: Stream, code: int) -> RunStatus:
     stream.add("run.ended", code=code)
     return RunStatus(
-        run=Run(path=tmp_path, submission=None, shown="r"),
+        run=StoredRun(path=tmp_path, submission=None, shown="r"),
         target="local",
         job=JobRef(id=JobId("")),
         platform=JobStatus(state=state_of(code), code=code),
@@ -192,7 +192,7 @@ def test_a_parked_run_says_which_numbers_of_nodes_cannot_run_it(tmp_path):
     stream.add("rung.dropped", epoch=1, nodes=1, reason="1 node cannot run it: AssertionError")
     stream.add("membership.parked", have=1, need=2)
     status = TrainingStatus(config_of(), stream.events)
-    run = Run(path=tmp_path, submission=None, shown="r")
+    run = StoredRun(path=tmp_path, submission=None, shown="r")
     platform = JobStatus(state=JobState.RUNNING)
     parked = RunStatus(
         run=run, target="local", job=JobRef(id=JobId("1")), platform=platform, training=status
