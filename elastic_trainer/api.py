@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     Extra = Mapping[str, torch.Tensor | Stateful]
 
-__all__ = ["ApiError", "Run", "progress", "start"]
+__all__ = ["ApiError", "WorkerRun", "progress", "start"]
 
 
 def progress(step: int) -> None:

@@ -120,8 +120,8 @@ class HoldfastAgent(ElasticAgent):
 
     Args:
         config: see there.
-        spec: the workers, as torchelastic has it. Its rendezvous handler is a `MembershipClient`, closed
-            at the end of `run`; `waker.wake` must be called when it has a notice.
+        spec: the workers, as torchelastic has it. Its rendezvous handler is a `MembershipClient`,
+            closed at the end of `run`; `waker.wake` must be called when it has a notice.
         workers: starts and kills them; closed at the end of `run`.
         waker: wakes the loop.
         log: the agent's events.

@@ -150,7 +150,7 @@ def signatures() -> Sequence[Signature]:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    path = resources.files("elastic_trainer") / "signatures.toml"
+    path = resources.files("elastic_trainer.record") / "signatures.toml"
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 

@@ -20,7 +20,7 @@ PEAK_FLOPS = {
 }
 """Part of the device's name, what is more exact first -> dense bf16 peak in FLOP/s.
 
-The vendors' data sheets, as in launcher/spec/hardware.py; they print NVIDIA's with sparsity, twice as
+The vendors' data sheets, as in launcher/spec/hardware.py; NVIDIA's print it with sparsity, twice as
 much. The boards are told apart as torchtitan 0.3 does (tools/utils.py); it has no H200 NVL, whose
 data sheet says 1,671 TFLOP/s with sparsity.
 """

@@ -1,4 +1,4 @@
-"""The state of a script's own loop, in both tiers: what is behind `api.Run`."""
+"""The state of a script's own loop, in both tiers: what is behind `api.WorkerRun`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ScriptCheckpointer(Session):
         per_rank: Mapping[str, Stateful],
         sharding: Sharding | None,
     ) -> int:
-        """Load what there is and return its step in the training; see `api.Run.restore`."""
+        """Load what there is and return its step in the training; see `api.WorkerRun.restore`."""
         self.end_phase("model")
         _check_same_training(self._policy, self.ranks)
         state = ScriptState(

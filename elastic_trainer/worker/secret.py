@@ -195,7 +195,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def fingerprint(payload: bytes | bytearray) -> bytes:
-    """Return the digest that stands for a payload in `AuthSession.tag`: made once for many peers."""
+    """Return the digest of a payload in `AuthSession.tag`: made once for many peers."""
     return hashlib.blake2b(payload, digest_size=32).digest()
 
 

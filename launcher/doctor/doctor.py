@@ -27,7 +27,7 @@ from launcher.record.files import RunRecord
 from launcher.record.run_files import ATTEMPT, STARTS, attempt_order
 from launcher.record.timeline import epochs
 from launcher.runs.runs import find_run, is_run, read_submitted
-from launcher.runs.watching.findings import FindingKind as FindingKind
+from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.run_status import platform_text, run_statuses, target_of
 from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import masked

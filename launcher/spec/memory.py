@@ -12,7 +12,7 @@ Sources of the formulas:
 - buffers of FSDP2: torch.distributed.fsdp._fully_shard (one block gathered, the next one under
   way; gradients are reduced from one flat fp32 buffer).
 
-- what a mixture's layer keeps: elastic_trainer/model/mixture.py, with as many rows for every expert.
+- what a mixture's layer keeps: elastic_trainer/model/mixture.py, as many rows for every expert.
 
 Symbols: n tokens of a micro-batch on one rank, D width, Q and K widths of this rank's queries and
 keys, F its width of the feed-forward (of one expert), V vocabulary, e bytes of a value in the

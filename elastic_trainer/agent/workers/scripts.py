@@ -368,7 +368,7 @@ class Scripts:
         """Return whether a worker that ended well has done all there is to do.
 
         Its exit code 0 says so unless it was asked to leave: handlers of signals end with 0 in
-        the midst of training. Then only `api.Run.finish` does.
+        the midst of training. Then only `api.WorkerRun.finish` does.
         """
         finished = exited.beat.section is Section.FINISHED
         return exited.code == EXIT_DONE and (finished or not self.asked)

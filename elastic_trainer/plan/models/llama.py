@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def decoder(self) -> str:
-        """The subclass of `elastic_trainer.model.decoder.Decoder` that workers build, as `module:Class`."""
+        """The subclass of `Decoder` that workers build, as `module:Class`."""
         return "elastic_trainer.model.decoder:Decoder"
 
     def num_params(self) -> int:

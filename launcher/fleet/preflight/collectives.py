@@ -1,7 +1,7 @@
 """All-reduces within groups of nodes, in the rounds of bisection.py, with a deadline each.
 
-One process on every node serves all rounds (elastic_trainer/worker/collective_check.py). Processes and
-driver meet in a folder that all nodes share, which only this user can write: JSON, no pickles.
+One process on every node serves all rounds (elastic_trainer/worker/collective_check.py). Processes
+and driver meet in a folder that all nodes share, which only this user can write: JSON, no pickles.
 """
 
 from __future__ import annotations

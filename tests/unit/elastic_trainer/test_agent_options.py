@@ -459,7 +459,10 @@ def test_modules_to_preload_come_from_the_flag_and_are_imported_before_a_fork(
     (tmp_path / "train.py").touch()
     flags = ["--standalone", "--preload", "colorsys,wave", str(tmp_path / "train.py")]
     assert parse(flags, {}).preload == "colorsys,wave"
-    code = "import elastic_trainer.worker.script_preload, sys; print({'colorsys', 'wave'} <= {*sys.modules})"
+    code = (
+        "import elastic_trainer.worker.script_preload, sys\n"
+        "print({'colorsys', 'wave'} <= {*sys.modules})"
+    )
     env = {**os.environ, "HOLDFAST_PRELOAD": "colorsys,wave"}
     done = subprocess.run(
         [sys.executable, "-c", code],
