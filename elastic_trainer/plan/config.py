@@ -19,7 +19,7 @@ TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
 METRICS_TARGETS: Final = "targets.json"
 """In the run directory: the agents that serve metrics, in the form of Prometheus' file_sd."""
 JOB_JSON_VERSION = 2
-"""2: the ladder in ranges, and no defaults of how a job is operated. Version 1 is read too.
+"""2: the ladder in ranges, and no defaults of how a job is operated.
 
 Runs keep their job.json over an upgrade. To change such a default, raise the version, and read
 version 2 with the former default.
@@ -410,7 +410,7 @@ class TrainConfig:
         """
         raw = parse_json(text)
         version = raw.get("version") if isinstance(raw, dict) else None
-        if version not in (1, JOB_JSON_VERSION):
+        if version != JOB_JSON_VERSION:
             raise ValueError(
                 f"job.json has version {version!r:.40}; this holdfast reads "
                 f"{JOB_JSON_VERSION}: render the job again with the installed version"
@@ -424,7 +424,6 @@ class TrainConfig:
                 **raw,
                 "model": shape_of(raw["model"]),
                 "ladder": Ladder.from_ranges(raw["ladder"]),
-                "version": JOB_JSON_VERSION,
                 "train": TrainSection(**train),
                 "data": DataSection(**raw["data"]),
                 "checkpoint": CheckpointSection(**raw["checkpoint"]),

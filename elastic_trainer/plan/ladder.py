@@ -90,7 +90,7 @@ class Ladder:
 
     @classmethod
     def from_ranges(cls, raw: list[dict[str, Any]]) -> Ladder:
-        """Invert `to_ranges`; entries of job.json's version 1 have one rung and degrees.
+        """Invert `to_ranges`.
 
         Raises:
             ValueError: it is no ladder.

@@ -10,5 +10,3 @@ JOB_FILE: Final = "job.yaml"
 """The job file with its overrides: what may be submitted again."""
 MANIFESTS: Final = "manifests.yaml"
 """What is sent to Kubernetes."""
-FORMER_NAMES: Final = {JOB_FILE: "spec.yaml", MANIFESTS: JOB_FILE}
-"""What runs have in their place that were submitted up to version 0.1: the names were confused."""

@@ -59,7 +59,7 @@ from launcher.platforms.kubernetes.storage import Storage
 from launcher.platforms.kubernetes.submit import Creation
 from launcher.platforms.kubernetes.watch import watch_until
 from launcher.record import stop_request
-from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
+from launcher.render.bundle import JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
 from launcher.spec.errors import PlatformError, Problem, UserError
 
@@ -82,7 +82,7 @@ _DRAIN_OPTIONS: Final = (
     "--delete-emptydir-data",  # /dev/shm is one
     f"--pod-selector={MANAGED_LABEL}={MANAGED_BY}",
 )
-_FILES: Final = {JOB_FILE, MANIFESTS, *FORMER_NAMES.values()}
+_FILES: Final = (JOB_FILE, MANIFESTS)
 
 
 class KubernetesBackend:

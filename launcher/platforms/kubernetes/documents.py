@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
+from launcher.render.bundle import JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
     CONTAINERS,
@@ -169,8 +169,7 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     """Return what a bundle's manifests say.
 
     Args:
-        files: file name -> text, also of a run with the former names; the job file, where it is
-            there, names the context.
+        files: file name -> text; the job file, where it is there, names the context.
 
     Raises:
         UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
@@ -179,20 +178,17 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
 
     from launcher.spec.source import parse_value
 
-    name, job_file = MANIFESTS, JOB_FILE
-    if MANIFESTS not in files:
-        name, job_file = FORMER_NAMES[MANIFESTS], FORMER_NAMES[JOB_FILE]
-    text = files.get(name, "")
+    text = files.get(MANIFESTS, "")
     try:
         documents = tuple(one for one in yaml.safe_load_all(text) if one is not None)
-        spec = parse_value(files.get(job_file, ""), job_file)
+        spec = parse_value(files.get(JOB_FILE, ""), JOB_FILE)
     except (yaml.YAMLError, UserError) as error:
-        raise UserError("HF613", f"{name} cannot be read: {error}") from error
+        raise UserError("HF613", f"{MANIFESTS} cannot be read: {error}") from error
     kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
     if not kinds or kinds[-1] not in TARGETS or not RENDERED.issuperset(kinds):
         raise UserError(
             "HF613",
-            f"{name} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
+            f"{MANIFESTS} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
             f"those that `holdfast render` makes, a {' or '.join(TARGETS)} last",
         )
     section = spec.get("kubernetes") if isinstance(spec, dict) else None
@@ -202,7 +198,7 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
         assert found.name
         assert found.run_dir
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
-        raise UserError("HF613", f"{name} lacks {error}; render the job again") from error
+        raise UserError("HF613", f"{MANIFESTS} lacks {error}; render the job again") from error
     return found
 
 

@@ -140,6 +140,6 @@ def kind_text(failure: Mapping[str, Any]) -> str:
     return str(failure["kind"]).replace("_", " ")
 
 
-def seconds_text(value: float | None) -> str:
+def seconds_or_dash(value: float | None) -> str:
     """Return seconds for people; a dash where there is no number."""
     return "-" if value is None else f"{value:.2f} s"

@@ -16,7 +16,7 @@ from launcher.platforms.installed import need
 from launcher.record.atomic_file import check_output, write_atomic
 from launcher.record.event import named
 from launcher.record.timeline import StepDone, epochs, lineage
-from launcher.runs.reports.data import ReportData, kind_text, seconds_text
+from launcher.runs.reports.data import ReportData, kind_text, seconds_or_dash
 from launcher.runs.watching.texts import names, span
 from launcher.spec.errors import UserError
 
@@ -157,8 +157,8 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
             + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
             failure["step"],
             f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
-            seconds_text(failure["detected_s"]),
-            seconds_text(failure["recovered_s"]),
+            seconds_or_dash(failure["detected_s"]),
+            seconds_or_dash(failure["recovered_s"]),
             "?" if failure["steps_redone"] is None else failure["steps_redone"],
             failure["injected"] or "no",
             failure["detail"],

@@ -13,7 +13,7 @@ from launcher.platforms.exit_codes import state_of
 from launcher.platforms.retries import polled
 from launcher.record import stop_request
 from launcher.record.status import TrainingStatus
-from launcher.render.bundle import FORMER_NAMES, MANIFESTS
+from launcher.render.bundle import MANIFESTS
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched
@@ -28,7 +28,7 @@ _AGAIN_S = 30.0
 _RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
 _SAVE_TIMES = (
     ("job.sbatch", "HOLDFAST_LEAD_S="),
-    *((name, "terminationGracePeriodSeconds:") for name in (MANIFESTS, FORMER_NAMES[MANIFESTS])),
+    (MANIFESTS, "terminationGracePeriodSeconds:"),
 )
 
 

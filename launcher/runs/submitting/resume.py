@@ -21,7 +21,7 @@ from launcher.record import stop_request
 from launcher.record.atomic_file import write_atomic
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
-from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS, Bundle
+from launcher.render.bundle import JOB_FILE, Bundle
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD
 from launcher.runs import permissions
@@ -308,12 +308,11 @@ def _asked_anew(run: StoredRun, sets: Sequence[str], python: str) -> _Resubmissi
 
 def _job_file(run_dir: Path) -> tuple[Path, Path]:
     """Return the job file of a run, and what relative paths in it are relative to."""
-    for name in (JOB_FILE, FORMER_NAMES[JOB_FILE]):  # a job.yaml may be manifests by that name
-        path = run_dir / name
-        if path.is_file():
-            first = path.read_text(encoding="utf-8").partition("\n")[0]
-            if first.startswith(HEAD):
-                return path, Path(first.removeprefix(HEAD))
+    path = run_dir / JOB_FILE
+    if path.is_file():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        if first.startswith(HEAD):
+            return path, Path(first.removeprefix(HEAD))
     raise UserError("HF613", f"{run_dir} has no job file of its own; resume it without --set")
 
 
@@ -323,14 +322,12 @@ def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
     if asked is None:
         yield []
         return
-    paths = [run_dir / name for name in (*asked.files, *FORMER_NAMES.values(), ENVIRONMENT_JSON)]
+    paths = [run_dir / name for name in (*asked.files, ENVIRONMENT_JSON)]
     before = {path: path.read_text("utf-8") if path.exists() else None for path in paths}
     said = [f"now with {text}" for text in asked.sets]
     try:
         for name, text in asked.files.items():
             write_atomic(run_dir / name, text)
-        if MANIFESTS in asked.files:
-            (run_dir / FORMER_NAMES[JOB_FILE]).unlink(missing_ok=True)
         known = load_environment(run_dir)
         if known is not None and asked.image not in (None, known.image):
             found = describe(venv=known.prefix, image=asked.image)

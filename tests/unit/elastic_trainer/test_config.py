@@ -63,12 +63,6 @@ def test_another_version_is_refused(config):
         TrainConfig.from_json(json.dumps(raw))
 
 
-def test_version_1_is_read_with_a_rung_an_entry(config):
-    raw = json.loads(config.to_json())
-    raw |= {"version": 1, "ladder": [rung.to_dict() for rung in config.ladder.rungs]}
-    assert TrainConfig.from_json(json.dumps(raw)) == config
-
-
 def test_rung_of_finds_the_rung_of_exactly_these_nodes(config):
     assert config.ladder.rung_for(2).layout.dp == 2
 

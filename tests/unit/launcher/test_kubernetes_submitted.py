@@ -7,9 +7,7 @@ from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, s
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher.platforms.base import NO_SUCH_JOB, JobId, JobRef, JobState
-from launcher.platforms.kubernetes.documents import read_bundle
 from launcher.record import stop_request
-from launcher.runs.submitting.cancelling import save_time_s
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 
@@ -126,22 +124,6 @@ def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
     assert not backend.ask_to_save(job)
     assert not server.asked("DELETE")
     assert backend.status([job])[job].state is JobState.DONE
-
-
-def test_a_run_that_has_the_former_names_is_read(backend, server, run):
-    """Up to 0.1 the manifests were called job.yaml, and the job file spec.yaml."""
-    job = submit(backend, run)
-    files = bundle(run)
-    (run / "manifests.yaml").unlink()
-    (run / "job.yaml").write_text(files["manifests.yaml"] + "# terminationGracePeriodSeconds: 77\n")
-    (run / "spec.yaml").write_text(files["job.yaml"])
-    running(server)
-    assert backend.status([job])[job].state is JobState.RUNNING
-    assert backend.remote_paths(job) == ("/usr/bin/python$3", str(run))
-    assert save_time_s(run) == 77
-    former = {name: (run / name).read_text() for name in ("job.yaml", "spec.yaml")}
-    assert read_bundle(former).context == "here"
-    assert read_bundle(former).documents == read_bundle(files).documents
 
 
 def test_description_events_and_output(backend, server, run):
