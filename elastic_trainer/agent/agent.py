@@ -89,7 +89,7 @@ from elastic_trainer.agent.workers.scratch import make_again
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import (
     AgentConfig,
-    MembershipClient,
+    MembershipHandler,
     SnapshotKeeper,
     Watchers,
 )
@@ -120,7 +120,7 @@ class HoldfastAgent(ElasticAgent):
 
     Args:
         config: see there.
-        spec: the workers, as torchelastic has it. Its rendezvous handler is a `MembershipClient`,
+        spec: the workers, as torchelastic has it. Its rendezvous handler is a `MembershipHandler`,
             closed at the end of `run`; `waker.wake` must be called when it has a notice.
         workers: starts and kills them; closed at the end of `run`.
         waker: wakes the loop.
@@ -148,7 +148,7 @@ class HoldfastAgent(ElasticAgent):
     ) -> None:
         self._config, self._workers = config, workers
         self._watchers = watchers
-        self._membership: MembershipClient = spec.rdzv_handler
+        self._membership: MembershipHandler = spec.rdzv_handler
         self._waker, self._log, self._clock = waker, log, clock
         self._keeper = keeper
         voice = voice or Voice()

@@ -280,7 +280,7 @@ class BoardDeniedError(PermissionError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ConfigMap:
     """The ConfigMap as the API server last gave it."""
 
     token: str
@@ -326,7 +326,7 @@ class KubernetesBoard:
         self._number, self._sleep = number, sleep
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._path = f"{self._folder}/{name}"
-        self._last: _Held | None = None
+        self._last: _ConfigMap | None = None
 
     @property
     def name(self) -> str:
@@ -363,7 +363,7 @@ class KubernetesBoard:
             return None if current is None else (*current, False)
         return self._swap(state, base)
 
-    def _swap(self, state: bytes, base: _Held | None) -> tuple[bytes, Token, bool] | None:
+    def _swap(self, state: bytes, base: _ConfigMap | None) -> tuple[bytes, Token, bool] | None:
         """Send the swap upon `base`; None there: the ConfigMap is made."""
         number = self._number()
         body = _body(state, self._namespace, self._name, number, base)
@@ -407,7 +407,7 @@ class KubernetesBoard:
         current = _content(newest)
         return None if current is None else (*current, False)
 
-    def _read(self) -> _Held | None:
+    def _read(self) -> _ConfigMap | None:
         answer = self._server.request("GET", self._path)
         if answer.status == _NOT_FOUND:
             self._last = None
@@ -438,11 +438,11 @@ class KubernetesBoard:
         return f"ConfigMap {self._name} in namespace {self._namespace}"
 
 
-def _content(seen: _Held | None) -> tuple[bytes, Token] | None:
+def _content(seen: _ConfigMap | None) -> tuple[bytes, Token] | None:
     return None if seen is None or seen.state is None else (seen.state, seen.token)
 
 
-def _parse(body: dict[str, Any]) -> _Held:
+def _parse(body: dict[str, Any]) -> _ConfigMap:
     """Read a ConfigMap.
 
     Raises:
@@ -461,11 +461,11 @@ def _parse(body: dict[str, Any]) -> _Held:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = f"{json.dumps(body)[:80]} ({error})"
         raise OSError(errno.EIO, f"the API server's answer is no ConfigMap: {said}") from error
-    return _Held(token, state, metadata)
+    return _ConfigMap(token, state, metadata)
 
 
 def _body(
-    state: bytes, namespace: str, name: str, number: str, base: _Held | None
+    state: bytes, namespace: str, name: str, number: str, base: _ConfigMap | None
 ) -> dict[str, Any]:
     """Return the ConfigMap that a swap puts in place of `base`."""
     before = {} if base is None else base.metadata

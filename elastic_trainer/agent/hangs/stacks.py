@@ -57,7 +57,7 @@ class StackTarget:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _Dump:
     """A worker that was asked, and what is still to come."""
 
     target: StackTarget
@@ -124,7 +124,7 @@ def gather_stacks(
     return dump
 
 
-def _wait(asked: Sequence[_Pending], *, until: float, clock: Callable[[], float]) -> None:
+def _wait(asked: Sequence[_Dump], *, until: float, clock: Callable[[], float]) -> None:
     while clock() < until and not all(one.done() for one in asked):
         time.sleep(_POLL_S)
 
@@ -209,9 +209,9 @@ def keep_stacks(
     return thread
 
 
-def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Pending:
+def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Dump:
     kernel, state = kernel_view(target.pid), state_of(target.pid)
-    asked = _Pending(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
+    asked = _Dump(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
     if spy is not None and state not in _ENDED and (spy_too or not asked.answers):
         asked.spy = subprocess.Popen(
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
@@ -222,7 +222,7 @@ def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Pending:
     return asked
 
 
-def _text_of(asked: _Pending) -> str:
+def _text_of(asked: _Dump) -> str:
     parts = [asked.kernel]
     if asked.answers:
         said = _read(stacks_path(asked.target.heartbeat))

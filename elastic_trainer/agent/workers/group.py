@@ -25,14 +25,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 
 from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import WorkerExited
-from elastic_trainer.agent.workers.settings import MembershipClient
+from elastic_trainer.agent.workers.settings import MembershipHandler
 
 CLOSE_S = 1.0
 """How long the agent's end waits for a site's handlers."""
 
 
 def worker_spec(
-    membership: MembershipClient,
+    membership: MembershipHandler,
     target: str,
     *,
     workers: int,

@@ -20,7 +20,7 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.tasks import StandbyReady, WorkerExited, WorkerStarted
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
-from elastic_trainer.agent.workers.settings import AgentConfig, MembershipClient
+from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.voice import Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.event_log import EventLog
@@ -94,7 +94,7 @@ class Reporter:
         self,
         config: AgentConfig,
         workers: Workers,
-        membership: MembershipClient,
+        membership: MembershipHandler,
         log: EventLog,
         *,
         clock: Callable[[], float],

@@ -15,7 +15,7 @@ from elastic_trainer.plan.gpus import Gpu
 from elastic_trainer.plan.ladder import Ladder
 
 
-class MembershipClient(Protocol):
+class MembershipHandler(Protocol):
     """What the agent needs of the rendezvous handler in its WorkerSpec (`HoldfastRendezvous`)."""
 
     def get_backend(self) -> str:

@@ -55,7 +55,7 @@ def watch_until(
         UserError, PlatformError: the cluster cannot be asked; what `good` raises.
     """
     end = mono() + for_s
-    seen = _Known(partial(api.list_all, resource, namespace, labels=labels, fields=fields))
+    seen = _Objects(partial(api.list_all, resource, namespace, labels=labels, fields=fields))
     watch = partial(api.watch, resource, namespace, labels=labels, fields=fields)
 
     def until_the_end() -> bool:
@@ -81,7 +81,7 @@ def watch_until(
 
 
 @dataclass(slots=True)
-class _Known:
+class _Objects:
     """What is known of the objects.
 
     Args:
