@@ -1,8 +1,8 @@
 """For one's own training loop: progress, layout, state in memory and storage, when to leave.
 
-    from elastic_trainer import api
+    import holdfast
 
-    run = api.start()                        # after torch.distributed.init_process_group
+    run = holdfast.start()                    # after torch.distributed.init_process_group
     model, optimizer = build(run.layout)
     step = run.restore(model, optimizer)     # 0 where there is nothing yet
     while step < 1000:
@@ -15,7 +15,7 @@
 Without an agent (plain `torchrun`, plain `python`) the same script runs, and nothing is kept:
 `restore` returns 0, `completed` and `save` return False. `run.managed` tells which it is.
 
-A script that only wants its hangs to be seen calls `api.progress(step)`, which needs no torch.
+A script that only wants its hangs to be seen calls `holdfast.progress(step)`, which needs no torch.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from launcher.local.job import AttemptResult, PreparedRun, execute, prepare_new
 from launcher.local.run import Interrupts
 from launcher.record import timeline
 from launcher.record.status import TrainingStatus
-from launcher.runs.reports.data import report_data, seconds_text
+from launcher.runs.reports.data import report_data, seconds_or_dash
 from launcher.runs.reports.report import write_report
 from launcher.runs.run_dir import create
 from launcher.runs.views import LiveView, PlainView, View
@@ -207,13 +207,13 @@ def show_what_happened(console: Console, outcome: AttemptResult) -> None:
             failure["injected"] or failure["kind"],
             failure["node"],
             str(failure["step"]),
-            seconds_text(failure["detected_s"]),
-            seconds_text(failure["recovered_s"]),
+            seconds_or_dash(failure["detected_s"]),
+            seconds_or_dash(failure["recovered_s"]),
             str(failure["steps_redone"]),
         )
     for growth in summary["growths"]:
         joined = " ".join(growth["joined"])
-        pause = seconds_text(growth["pause_s"])
+        pause = seconds_or_dash(growth["pause_s"])
         table.add_row("(node joined)", joined, str(growth["step"]), "", pause, "0")
     console.print(table)
     table = Table("steps", "layout", "nodes")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from elastic_trainer.integrations.transformers import HoldfastCallback
+from holdfast.integrations.transformers import HoldfastCallback
 
 
 class Counting(Dataset):

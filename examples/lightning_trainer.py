@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_trainer.integrations.lightning import LightningCallback
+from holdfast.integrations.lightning import HoldfastCallback
 
 
 class Sines(LightningModule):
@@ -60,7 +60,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        callbacks=[LightningCallback()],
+        callbacks=[HoldfastCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 
-from elastic_trainer.integrations.megatron import RemainingSteps
+from holdfast.integrations.megatron import Steps
 
 # What Megatron-core 0.16 needs to run without a GPU.
 torch.cuda.current_device = lambda: "cpu"
@@ -73,7 +73,7 @@ def main() -> None:
     model = build(given.tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-    for step in (steps := RemainingSteps(given.steps, model, optimizer, scheduler)):
+    for step in (steps := Steps(given.steps, model, optimizer, scheduler)):
         optimizer.zero_grad()
         steps.loss = loss_of(model, step)
         optimizer.step()

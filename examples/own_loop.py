@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_trainer import api
+import holdfast
 
 GLOBAL_BATCH = 48
 """Samples of a step, over all ranks: the same whatever the number of ranks."""
 
 
-def batch_of(step: int, run: api.WorkerRun) -> tuple[Tensor, Tensor]:
+def batch_of(step: int, run: holdfast.WorkerRun) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the samples of `step`: a function, so nothing repeats."""
     generator = torch.Generator().manual_seed(step)
     source = torch.randn(GLOBAL_BATCH, 16, generator=generator)
@@ -33,7 +33,7 @@ def batch_of(step: int, run: api.WorkerRun) -> tuple[Tensor, Tensor]:
 
 
 def train_step(
-    ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int, run: api.WorkerRun
+    ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int, run: holdfast.WorkerRun
 ) -> float:
     """Run one step; return the loss over all ranks."""
     x, y = batch_of(step, run)
@@ -57,7 +57,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("gloo")
-    run = api.start(every_steps=50)
+    run = holdfast.start(every_steps=50)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))

@@ -1,4 +1,4 @@
 """The launcher: plans, renders, submits and watches jobs. Never imports torch.
 
-For programs: `import holdfast`, which is launcher.api.
+Users import it as `holdfast`.
 """

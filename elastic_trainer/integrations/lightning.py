@@ -1,6 +1,6 @@
 """Lightning's Trainer keeps its state in memory and loses no step: two lines.
 
-    from elastic_trainer.integrations.lightning import HoldfastCallback
+    from holdfast.integrations.lightning import HoldfastCallback
 
     trainer = Trainer(callbacks=[HoldfastCallback()], num_nodes=int(os.environ["GROUP_WORLD_SIZE"]))
 
@@ -40,7 +40,7 @@ class LightningCallback(Callback):
 
     Args:
         seed: of random numbers.
-        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
+        options: as of `holdfast.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF535, the batch cannot be kept on the ranks that are left.

@@ -1,6 +1,6 @@
 """A loop on Megatron-core keeps its state in memory and loses no step: two lines.
 
-    from elastic_trainer.integrations.megatron import Steps
+    from holdfast.integrations.megatron import Steps
 
     for step in (steps := Steps(1000, model, optimizer, scheduler)):
         ...
@@ -27,7 +27,7 @@ from elastic_trainer import api
 from elastic_trainer.integrations.steps import seed_step
 
 
-class RemainingSteps:
+class Steps:
     """The steps that are left, from 0 or the first that is not kept; after each its state is.
 
     Where the job is asked to stop, the process ends with code 91 between two steps. Random
@@ -40,7 +40,7 @@ class RemainingSteps:
         optimizer: of its parameters, of torch.
         scheduler: with a state dict, as Megatron's OptimizerParamScheduler.
         seed: of random numbers.
-        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
+        options: as of `holdfast.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF536, it is parallel in a way, or optimized by what, this does not cover.

@@ -1,6 +1,6 @@
 """torchtitan's Trainer keeps its state in memory and loses no step: one line.
 
-    from elastic_trainer.integrations.torchtitan import keep
+    from holdfast.integrations.torchtitan import keep
 
     keep(trainer)
     trainer.train()
@@ -26,7 +26,7 @@ def keep(trainer: Any, **options: Any) -> None:
 
     Args:
         trainer: as built, before `train`.
-        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
+        options: as of `holdfast.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF536, it is pipeline parallel.

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer keeps its state in memory and loses no step: one line.
 
-    from elastic_trainer.integrations.transformers import HoldfastCallback
+    from holdfast.integrations.transformers import HoldfastCallback
 
     trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[HoldfastCallback()])
 
@@ -57,7 +57,7 @@ class HoldfastCallback(TrainerCallback):
     accumulates more. Random numbers of a step are a function of the seed, the step and the rank.
 
     Args:
-        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
+        options: as of `holdfast.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Each `train` is a training of its own. Give the callback when the Trainer is made.
 

@@ -373,7 +373,7 @@ def _import(path: str, folder: str | None) -> type[Decoder]:
             f"looked for in {folder or 'the environment'}: fix it there, or model.plugin",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Decoder)):
-        raise ModelError("HF331", f"{path} is no subclass of elastic_trainer.model.decoder.Decoder")
+        raise ModelError("HF331", f"{path} is no subclass of holdfast.models.Decoder")
     if found.forward is not Decoder.forward:
         raise ModelError(
             "HF331",

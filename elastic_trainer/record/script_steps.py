@@ -34,7 +34,7 @@ class StepSource(enum.IntEnum):
     OPTIMIZER = 2
     """Counted, and the optimizer's own state says how many steps it had done."""
     SCRIPT = 3
-    """`api.progress`."""
+    """`holdfast.progress`."""
     OUTPUT = 4
     """The output, by --progress-pattern."""
 

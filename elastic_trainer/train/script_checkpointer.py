@@ -1,4 +1,4 @@
-"""The state of a script's own loop, in both tiers: what is behind `api.WorkerRun`."""
+"""The state of a script's own loop, in both tiers: what is behind `holdfast.WorkerRun`."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class ScriptCheckpointer(Session):
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ApiError(
-                "HF530 call torch.distributed.init_process_group() before api.start(), on every "
-                "rank, also when there is only one"
+                "HF530 call torch.distributed.init_process_group() before holdfast.start(), on "
+                "every rank, also when there is only one"
             )
         leave_stops_to_the_agent()
         who = WorkerContext.from_environment(env)
@@ -92,7 +92,7 @@ class ScriptCheckpointer(Session):
         per_rank: Mapping[str, Stateful],
         sharding: Sharding | None,
     ) -> int:
-        """Load what there is and return its step in the training; see `api.WorkerRun.restore`."""
+        """Load what there is and return its step in the training; see `WorkerRun.restore`."""
         self.end_phase("model")
         _check_same_training(self._policy, self.ranks)
         state = ScriptState(

@@ -289,7 +289,9 @@ CODES: Final[dict[str, CodeInfo]] = {
         "Make them equal if that is not meant.",
     ),
     # The API for one's own loop.
-    "HF530": CodeInfo("api.start() without a process group.", "Call init_process_group() first."),
+    "HF530": CodeInfo(
+        "holdfast.start() without a process group.", "Call init_process_group() first."
+    ),
     "HF531": CodeInfo(
         "A script's state could not be kept.", "See checkpoint.failed in the events."
     ),

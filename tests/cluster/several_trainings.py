@@ -89,7 +89,7 @@ def hf(names):
     """Lengths that differ, grouped: an order of samples that depends on the batch."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from elastic_trainer.integrations.transformers import LightningCallback
+    from elastic_trainer.integrations.transformers import HoldfastCallback
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -109,7 +109,7 @@ def hf(names):
         rows = [{"input_ids": torch.randint(1, 64, (size,), generator=g)} for size in sizes]
         trainer = Trainer(
             model=model, args=arguments, train_dataset=rows, data_collator=pad,
-            callbacks=[LightningCallback()],
+            callbacks=[HoldfastCallback()],
         )  # fmt: skip
         result = trainer.train()
         tell(training, model, steps=result.global_step, loss=result.training_loss)

@@ -156,7 +156,7 @@ class WorkersFailed:
 class WorkersEnded:
     """Agent: all workers of this node ended well, or as they were asked to, in `epoch`.
 
-    `finished`: the last step is done, by exit 0 that nobody asked for or by `api.WorkerRun.finish`.
+    `finished`: the last step is done, by exit 0 that nobody asked for or by `WorkerRun.finish`.
     Else they left on request, or to continue from an older state; `saved`: all said so by exit 91.
     """
 

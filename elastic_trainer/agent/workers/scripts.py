@@ -225,7 +225,7 @@ class Scripts:
             self._now = replace(self._now, step=max(step, self._now.step))
             return None
         self._now = begun(self._was, now)
-        # In its first step an optimizer may be about to be followed by another, or by api.progress.
+        # In its first step another optimizer, or holdfast.progress, may be about to follow.
         all_here = len(self._begun) == self._num_workers and step > first
         if counted and not all_here and step < first + FEW_STEPS:
             return None
@@ -368,7 +368,7 @@ class Scripts:
         """Return whether a worker that ended well has done all there is to do.
 
         Its exit code 0 says so unless it was asked to leave: handlers of signals end with 0 in
-        the midst of training. Then only `api.WorkerRun.finish` does.
+        the midst of training. Then only `holdfast.WorkerRun.finish` does.
         """
         finished = exited.beat.section is Section.FINISHED
         return exited.code == EXIT_DONE and (finished or not self.asked)

@@ -1,0 +1,1 @@
+"""For the training loops of others: docs/scripts.md."""

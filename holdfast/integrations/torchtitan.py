@@ -1,0 +1,5 @@
+"""torchtitan's Trainer."""
+
+from elastic_trainer.integrations.torchtitan import keep
+
+__all__ = ["keep"]
