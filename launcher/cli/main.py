@@ -18,42 +18,59 @@ from launcher.spec.errors import HoldfastError, UserError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "check": ("launcher.cli.check", "Check a job file; report every problem at once."),
-    "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
-    "render": ("launcher.cli.render", "Show what would be submitted: the script, and job.json."),
-    "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
-    "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
-    "status": ("launcher.cli.status", "Show where runs stand."),
-    "list": ("launcher.cli.list_runs", "List all runs of a folder."),
-    "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
-    "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
-    "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
-    "runbook": ("launcher.cli.runbook", "Print what to do about a failure, or a procedure."),
-    "describe": ("launcher.cli.describe", "Show all that is known about a run."),
-    "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
-    "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
-    "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
-    "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
-    "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
-    "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
-    "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
-    "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
-    "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
-    "wrap": ("launcher.cli.wrap", "Let a torchrun batch script or PyTorchJob survive lost nodes."),
-    "batch": ("launcher.cli.batch", "In a wrapped batch script or pod: make the run."),
-    "forwarded": ("launcher.cli.forwarded", "On a site over SSH: run what is asked elsewhere."),
-    "report": ("launcher.cli.report", "Draw what happened in a run."),
-    "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
-    "top": ("launcher.cli.top", "Show all runs of all users while they run."),
-    "metrics": ("launcher.cli.metrics", "Serve the metrics of all runs to Prometheus."),
-    "track": ("launcher.cli.track", "Write the curves of runs to experiment trackers."),
-    "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
-    "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
-    "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
-    "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
+GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "Jobs": {
+        "check": ("launcher.cli.check", "Check a job file; report every problem at once."),
+        "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
+        "render": (
+            "launcher.cli.render",
+            "Show what would be submitted: the script, and job.json.",
+        ),
+        "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
+        "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
+        "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
+        "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
+        "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
+        "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
+        "wrap": (
+            "launcher.cli.wrap",
+            "Let a torchrun batch script or PyTorchJob survive lost nodes.",
+        ),
+        "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
+    },
+    "Look": {
+        "status": ("launcher.cli.status", "Show where runs stand."),
+        "list": ("launcher.cli.list_runs", "List all runs of a folder."),
+        "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
+        "top": ("launcher.cli.top", "Show all runs of all users while they run."),
+        "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
+        "describe": ("launcher.cli.describe", "Show all that is known about a run."),
+        "report": ("launcher.cli.report", "Draw what happened in a run."),
+        "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
+        "metrics": ("launcher.cli.metrics", "Serve the metrics of all runs to Prometheus."),
+        "track": ("launcher.cli.track", "Write the curves of runs to experiment trackers."),
+        "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
+    },
+    "Fix": {
+        "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
+        "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
+        "runbook": ("launcher.cli.runbook", "Print what to do about a failure, or a procedure."),
+        "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
+        "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
+    },
+    "Fleet": {
+        "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
+        "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
+        "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
+    },
+    "Checkpoints": {
+        "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
+    },
 }
 """Command -> module and one line of help. The module's command is `command`, or has its name."""
+COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
+INTERNAL: Final = {"batch": "launcher.cli.batch", "forwarded": "launcher.cli.forwarded"}
+"""What wrapped scripts, and Holdfast on another machine, call: in no list."""
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
 """Set by a shell that completes a command line, or wants the script that does."""
@@ -65,17 +82,18 @@ class LazyGroup(click.Group):
     """Imports a command's module when it is asked for: start-up stays short."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
+        """Return the names of the public commands."""
         del ctx
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return one command, or None where there is none of this name."""
         del ctx
-        if cmd_name not in COMMANDS:
+        path = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
+        if not path:
             return None
         try:
-            module = importlib.import_module(COMMANDS[cmd_name][0])
+            module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             # A part that was left out breaks its own command only.
             raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
@@ -98,15 +116,18 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short) for name, (_, short) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), short) for name, (_, short) in group.items()]
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; an unknown one is answered with the nearest."""
         name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
+        if name not in {*COMMANDS, *INTERNAL} and not name.startswith("-"):
             import difflib
 
             near = difflib.get_close_matches(name, COMMANDS, n=1)
