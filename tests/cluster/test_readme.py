@@ -1,4 +1,4 @@
-"""The README's commands, in its order, as a new user would type them in a clone."""
+"""Commands of README and the first pages, in order, as a new user types them in a clone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tiny_run import events
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("README", "docs/state", "docs/first-slurm", "docs/first-kubernetes", "docs/first-script")
+"""Blocks that are `sh` need no cluster."""
 STAND_INS = {"Llama-3.1-8B": "runs/exported", "JOB": "examples/one-node.yaml"}
 """What a reader has and a test has not."""
 SMALLER = {
@@ -28,14 +30,17 @@ SMALLER = {
 HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
 
 
-def commands():
-    """Return every `holdfast` command of the README's sh blocks."""
+def commands(page="README"):
+    """Return every `holdfast` command of the page's sh blocks."""
     lines = [
-        line.split("  #")[0].strip()
-        for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-        for line in block.splitlines()
+        line.split("  #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()
     ]
     return [shlex.split(line)[1:] for line in lines if line.startswith("holdfast ")]
+
+
+def blocks(page, language):
+    text = (ROOT / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 class Clone:
@@ -100,20 +105,28 @@ def clone(tmp_path):
     return Clone(tmp_path)
 
 
-@pytest.mark.timeout(300)
-def test_every_command_of_the_readme_works_and_leaves_the_clone_clean(clone):
-    found = commands()
-    assert len(found) >= 9
-    for arguments in found:
-        command = [STAND_INS.get(word, word) for word in arguments]
-        if "--resume" in command:
-            continue  # that run has ended by then
-        said = clone.run(*HOLDFAST, *command)
-        if command[0] == "agent":
-            again = clone.run(*HOLDFAST, *command)
-            for each in (said, again):
-                assert "epoch 1 loss" in each, "it has trained"
-                assert "epoch 10 loss" in each
+@pytest.mark.timeout(400)
+def test_every_command_works_and_leaves_the_clone_clean(clone):
+    """Those that need a cluster are in blocks without a language."""
+    ran = []
+    for page in PAGES:
+        for job in blocks(page, "yaml"):
+            (clone.folder / "first.yaml").write_text(job)
+            if page == "README":
+                clone.run(*HOLDFAST, "check", "first.yaml")
+        for arguments in commands(page):
+            command = [STAND_INS.get(word, word) for word in arguments]
+            if command in ran:
+                continue
+            ran.append(command)
+            said = clone.run(*HOLDFAST, *command)
+            if command[0] == "agent":
+                again = clone.run(*HOLDFAST, *command)
+                for each in (said, again):
+                    assert "epoch 1 loss" in each, "it has trained"
+                    assert "epoch 10 loss" in each
+        (clone.folder / "first.yaml").unlink(missing_ok=True)
+    assert len(ran) >= 17
     assert clone.git("status", "--porcelain") == ""
 
 

@@ -19,6 +19,16 @@ ROOT = Path(__file__).parents[3]
 INTERNALS = ("architecture", "membership", "state", "parallelism")
 
 
+def written_pages():
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("manifests/**/*.md")]
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives to a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
 def test_the_command_reference_is_that_of_the_commands():
     assert (ROOT / "docs" / "cli.md").read_text() == cli_reference(), (
         "run: python -m launcher.cli.docs > docs/cli.md"
@@ -52,9 +62,31 @@ def test_every_code_used_is_in_the_table_and_the_reverse():
     assert used == set(CODES)
 
 
-def test_the_readme_links_every_page():
-    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
-    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+def test_the_index_links_every_page():
+    linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs/README.md").read_text())
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(linked) == sorted(pages - {"README.md"})
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.relative_to(ROOT).as_posix() for path in written_pages())
+)
+def test_every_link_of_a_page_leads_somewhere(page):
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if ":" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_a_newcomer_reads_the_first_pages_in_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) < 150
+    for page in (ROOT / "docs").glob("first-*.md"):
+        assert len(page.read_text().splitlines()) <= 70, page.name
 
 
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{each}.md" for each in INTERNALS))
