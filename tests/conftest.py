@@ -23,10 +23,11 @@ for _profile, _examples in (("holdfast", 25), ("chaos", 200)):
     )
 settings.load_profile("holdfast")
 
-# A shell starts what it puts into the background with SIGINT ignored, and so would be all that the
-# tests start.
+# A shell starts what it puts into the background with SIGINT ignored, nohup with SIGHUP, and so would
+# be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 gc.disable()  # what is imported stays, and is a million objects to look at
 

@@ -28,7 +28,7 @@ def install_line(extra: str = "") -> str:
     Where the distribution is installed, from a wheel or a checkout, its name is enough: pip then
     looks for no other.
     """
-    what = DISTRIBUTION if installed_version() else Path(__file__).parents[1]
+    what = DISTRIBUTION if installed_version() else Path(__file__).parents[2]
     return f"pip install {shlex.quote(f'{what}[{extra}]' if extra else str(what))}"
 
 

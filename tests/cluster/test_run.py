@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_matrix import leftovers
-from tiny_run import losses
+from tiny_run import events, losses
 
 ROOT = Path(__file__).parents[2]
 HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
@@ -173,6 +173,7 @@ def test_after_ctrl_c_and_after_the_launchers_death_the_run_goes_on(job, tmp_pat
     assert (summary["state"], summary["steps"], summary["attempts"]) == ("finished", steps, 3)
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
     assert leftovers(run_dir) == []
+    assert not events(run_dir, "script.silent")
     again = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
     assert again.returncode == 0
     assert "nothing to do" in again.stdout

@@ -49,7 +49,7 @@ def test_status_of_a_running_run_has_both_words(slurm, capsys):
 
 def test_a_controller_that_is_away_leaves_the_run_unknown(slurm, capsys, monkeypatch):
     patience = SlurmPatience(retry_query_s=0.0)
-    monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: patience)
+    monkeypatch.setattr("launcher.platforms.slurm.backend.SlurmPatience", lambda: patience)
     trains()
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     slurm.says("squeue", err=away, code=1)

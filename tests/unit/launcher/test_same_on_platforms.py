@@ -11,7 +11,7 @@ from fake_api import server
 from platform_sides import RUN, KubernetesSide, SlurmSide
 
 from launcher.platforms.kubernetes.api import ApiPatience
-from launcher.platforms.slurm.queries import ApiPatience as SlurmPatience
+from launcher.platforms.slurm.queries import SlurmPatience
 
 __all__ = ["server"]  # fixture
 
@@ -133,8 +133,8 @@ COMMANDS = (
 def quick(monkeypatch):
     """Ask platforms that are away once."""
     slurm, kubernetes = SlurmPatience(retry_query_s=0.0), ApiPatience(retry_s=0.0)
-    monkeypatch.setattr("launcher.platforms.slurm.backend.Patience", lambda: slurm)
-    monkeypatch.setattr("launcher.platforms.kubernetes.api.Patience", lambda: kubernetes)
+    monkeypatch.setattr("launcher.platforms.slurm.backend.SlurmPatience", lambda: slurm)
+    monkeypatch.setattr("launcher.platforms.kubernetes.api.ApiPatience", lambda: kubernetes)
 
 
 @pytest.fixture

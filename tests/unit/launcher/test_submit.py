@@ -132,7 +132,7 @@ def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
 
 def test_a_slurm_that_answers_garbage(fresh, capsys, monkeypatch):
     monkeypatch.setattr(
-        "launcher.platforms.slurm.backend.Patience", lambda: SlurmPatience(adopt_s=0.0)
+        "launcher.platforms.slurm.backend.SlurmPatience", lambda: SlurmPatience(adopt_s=0.0)
     )
     fresh.says("sbatch", out="<html>502 Bad Gateway</html>")
     fresh.says("squeue", out="<html>502 Bad Gateway</html>")
