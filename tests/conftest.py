@@ -23,7 +23,7 @@ for _profile, _examples in (("holdfast", 25), ("chaos", 200)):
     )
 settings.load_profile("holdfast")
 
-# A shell starts what it puts into the background with SIGINT ignored, nohup with SIGHUP, and so would
+# A shell starts what it puts into the background with SIGINT ignored, nohup with SIGHUP; so would
 # be all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
