@@ -49,8 +49,9 @@ ROWS = dict(
 def environment(folder: Path) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "TMPDIR": str(folder)}
     ours = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
-    # The last is put there by torch._dynamo, should a test have imported it.
-    for name in (*ours, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
+    # torch._dynamo and accelerate put these there, should a test have imported them.
+    put = ("TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    for name in (*ours, "PYTEST_CURRENT_TEST", *put):
         env.pop(name, None)
     return env
 
