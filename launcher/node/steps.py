@@ -59,7 +59,7 @@ _OF_ALL: Final = frozenset({EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP})
 
 
 class StepProcess(Protocol):
-    """An srun; see sruns.py."""
+    """One srun."""
 
     @property
     def said(self) -> str:

@@ -193,7 +193,7 @@ def _run_policy(job: PodJob) -> dict[str, Any]:
 
 
 # -- TrainJob -------------------------------------------------------------------------------------
-# The runtime carries the JobSet of `render/jobset.py`. It asks for a number of nodes and nothing
+# The runtime carries the JobSet above. It asks for a number of nodes and nothing
 # else: the torch plugin would set PET_... for torchrun, which our agents are not. What TrainJobs
 # override runtimes by has changed its name with every release, so nothing is overridden.
 
