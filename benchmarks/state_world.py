@@ -39,7 +39,7 @@ from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid
 from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
 from launcher.plan.search import plan
-from launcher.platforms.processes import die_with_parent
+from launcher.platforms.local import die_with_parent
 from launcher.render.local import render_local
 from launcher.spec.reading import load_spec
 

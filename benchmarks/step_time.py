@@ -53,8 +53,7 @@ from elastic_trainer.plan.config import (
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.train.determinism import make_deterministic
-from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.engine import Engine, make_deterministic
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.metrics import utilisation
 from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from elastic_trainer.plan.gpus import QUERY, Gpu, answering
-from elastic_trainer.worker.cpu_list import parse_cpus
+from elastic_trainer.worker.process import parse_cpus
 
 NUMA_TIMEOUT_S = 120.0
 """For importing torch and making a context of CUDA on each GPU."""

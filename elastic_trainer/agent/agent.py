@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_trainer.agent.hangs.procfs import is_stuck
 from elastic_trainer.agent.membership.attribution import gather
 from elastic_trainer.agent.membership.effects import SERVE_S
-from elastic_trainer.agent.membership.jobs import is_of
+from elastic_trainer.agent.membership.lease import is_of
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -90,10 +90,10 @@ from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import (
     AgentConfig,
     MembershipHandler,
+    NodeStatus,
     SnapshotKeeper,
     Watchers,
 )
-from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.agent.workers.voice import Voice
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named

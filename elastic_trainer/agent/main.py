@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.worker import fresh_process as fresh_process  # noqa: PLC0414  first of all
-from elastic_trainer.worker.no_threads import no_threads
+from elastic_trainer.worker.process import no_threads
 
 
 def main(argv: Sequence[str] | None = None) -> int:

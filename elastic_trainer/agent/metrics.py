@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from elastic_trainer.agent.membership.notices import Member
-from elastic_trainer.agent.workers.status import STATES, NodeStatus
+from elastic_trainer.agent.workers.settings import STATES, NodeStatus
 from elastic_trainer.record.failures import Kind
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.atomic_file import write_atomic
+from elastic_trainer.storage.files import write_atomic
+from elastic_trainer.storage.typed import parse_json
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

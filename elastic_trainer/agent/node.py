@@ -49,10 +49,8 @@ from elastic_trainer.record.failures import EXIT_DONE, EXIT_FAILED
 from elastic_trainer.record.script_steps import WRITER
 from elastic_trainer.state.snapshots.peer import IMAGES, KEEPER_LABEL
 from elastic_trainer.storage.storage_probe import probe_storage
-from elastic_trainer.worker.code_path import CODE, SOURCE, frozen_python_path
-from elastic_trainer.worker.cpu_list import cpu_list
-from elastic_trainer.worker.name_service import ask_for_a_name
-from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.fresh_process import CODE, SOURCE, frozen_python_path
+from elastic_trainer.worker.process import ask_for_a_name, cpu_list, open_files
 from elastic_trainer.worker.secret import (
     Secret,
     SecretError,

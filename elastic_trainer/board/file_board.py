@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.board.state import Token, after_damage
-from elastic_trainer.storage.atomic_file import write_new
-from elastic_trainer.storage.regular_file import read_regular
+from elastic_trainer.storage.files import read_regular, write_new
 
 KEEP_VERSIONS = 64
 """Newest versions that stay, so that a reader with an old listing still finds its way."""

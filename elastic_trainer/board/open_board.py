@@ -18,9 +18,7 @@ from typing import Final
 
 from elastic_trainer.board.file_board import HEAL_S, FileBoard
 from elastic_trainer.board.state import Board, BoardState, Token
-from elastic_trainer.storage.atomic_file import publish, write_atomic
-from elastic_trainer.storage.fresh_look import look_afresh
-from elastic_trainer.storage.regular_file import read_regular
+from elastic_trainer.storage.files import look_afresh, publish, read_regular, write_atomic
 
 BOARD_VARIABLE: Final = "HOLDFAST_BOARD"
 """Names the board to agents, workers and `launcher.node`."""

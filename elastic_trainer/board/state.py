@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.lineage import Lineage
-from elastic_trainer.record.typed import check_types, parse_json
+from elastic_trainer.storage.typed import check_types, parse_json
 
 BOARD_VERSION = 1
 

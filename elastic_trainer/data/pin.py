@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.data.errors import DataError
-from elastic_trainer.storage.atomic_file import publish
+from elastic_trainer.storage.files import publish
 
 _VERSION = 1
 _SHOWN = 16

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.models import ModelShape, raw_of, says, shape_of
-from elastic_trainer.record.typed import check_types, parse_json
+from elastic_trainer.storage.typed import check_types, parse_json
 
 TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
 METRICS_TARGETS: Final = "targets.json"

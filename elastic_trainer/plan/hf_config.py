@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Final
 
 from elastic_trainer.plan.models import FAMILIES, ModelShape
-from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.typed import parse_json
 
 _DIMENSIONS: Final = {
     "num_layers": "num_hidden_layers",

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.typed import parse_json
 
 EVENT_VERSION: Final = 1
 

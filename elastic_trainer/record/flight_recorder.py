@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.typed import parse_json
 
 Front = tuple[int, int]
 """Numbers of a group's newest collectives that are completed, and that are begun, 0 for none.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.typed import parse_json
 
 _MAX_SAMPLES: Final = 10_000_000
 """Of one rank's step; no batch is so large."""

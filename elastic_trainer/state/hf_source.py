@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from elastic_trainer.model.decoder import build
 from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.record.typed import parse_json
 from elastic_trainer.state.errors import InputError
 from elastic_trainer.state.hf_names import (
     CONFIG_NAME,
@@ -45,7 +44,8 @@ from elastic_trainer.state.hf_names import (
     is_derived,
     to_hf,
 )
-from elastic_trainer.storage.regular_file import open_regular, read_regular
+from elastic_trainer.storage.files import open_regular, read_regular
+from elastic_trainer.storage.typed import parse_json
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What becomes fp32 without loss."""

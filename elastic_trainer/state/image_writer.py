@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from elastic_trainer.state.fault_in import fault_in
-from elastic_trainer.state.offload import CopyEnd, Offload
+from elastic_trainer.state.offload import CopyEnd, Offload, fault_in
 from elastic_trainer.state.snapshots.errors import NoRoomError
 from elastic_trainer.state.snapshots.image import (
     NUM_SLOTS,

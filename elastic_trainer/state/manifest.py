@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from elastic_trainer.board.state import BoardState, Commit, Training
 from elastic_trainer.plan.models import ModelShape, raw_of, shape_of
 from elastic_trainer.record.lineage import Origin
-from elastic_trainer.record.typed import check_types, parse_json
 from elastic_trainer.state.errors import FencedError
+from elastic_trainer.storage.typed import check_types, parse_json
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.fault_in import WORTH_BYTES, start_idle
 from elastic_trainer.state.image_writer import ImageWriter
-from elastic_trainer.state.offload import HOST, CopyEnd, Offload
+from elastic_trainer.state.offload import HOST, WORTH_BYTES, CopyEnd, Offload, start_idle
 from elastic_trainer.state.placement import copy_node, kept_apart, on_one_machine, shard_of
 from elastic_trainer.state.snapshots.errors import NoRoomError, PeerError
 from elastic_trainer.state.snapshots.image import NUM_SLOTS, PAGE, Header, Image

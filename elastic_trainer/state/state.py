@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.state.fault_in import WORTH_BYTES, fault_in, start_idle
+from elastic_trainer.state.offload import WORTH_BYTES, fault_in, start_idle
 from elastic_trainer.worker.torch_private import dtensor_like, local_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

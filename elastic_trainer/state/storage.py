@@ -20,8 +20,7 @@ from elastic_trainer.state.manifest import (
     directory_name,
     superseded,
 )
-from elastic_trainer.storage.fresh_look import look_afresh
-from elastic_trainer.storage.regular_file import open_regular, read_regular
+from elastic_trainer.storage.files import look_afresh, open_regular, read_regular
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""

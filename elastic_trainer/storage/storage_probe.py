@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.storage.atomic_file import beside, write_new
+from elastic_trainer.storage.files import beside, write_new
 
 
 class StorageError(Exception):

@@ -20,8 +20,8 @@ from elastic_trainer.plan.config import CheckpointSection, ElasticSection, Train
 from elastic_trainer.state.saver import CheckpointPolicy
 from elastic_trainer.train.script_state import ScriptState, Sharding
 from elastic_trainer.train.session import Agreed, Session, WorkerContext
+from elastic_trainer.worker.fresh_process import leave_stops_to_the_agent
 from elastic_trainer.worker.heartbeat import Request
-from elastic_trainer.worker.left_to_the_agent import leave_stops_to_the_agent
 from elastic_trainer.worker.progress import ApiError
 from elastic_trainer.worker.rank_grid import RankGrid
 

@@ -30,13 +30,10 @@ from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.saver import CheckpointPolicy
-from elastic_trainer.train.determinism import make_deterministic
-from elastic_trainer.train.device_times import DeviceTimes
-from elastic_trainer.train.engine import Engine
-from elastic_trainer.train.feed import Feed
+from elastic_trainer.train.engine import Engine, make_deterministic
+from elastic_trainer.train.feed import Feed, LedgerWriter
 from elastic_trainer.train.guard import Guard, NumbersError
-from elastic_trainer.train.ledger import LedgerWriter
-from elastic_trainer.train.marks import marked_data
+from elastic_trainer.train.marks import DeviceTimes, marked_data
 from elastic_trainer.train.metrics import utilisation
 from elastic_trainer.train.optimizer import (
     build_optimizer,

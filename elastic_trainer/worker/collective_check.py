@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.storage.atomic_file import write_atomic
+from elastic_trainer.storage.files import write_atomic
 
 _POLL_S: Final = 0.05
 _BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}

@@ -21,11 +21,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType
+from pathlib import Path, PurePath
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
 
 HELD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -248,3 +248,86 @@ def die_of(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
+
+
+# -- SIGTERM and SIGINT where the agent answers them ----------------------------------------------
+
+
+_DEFAULTS: Final[dict[signal.Signals, Any]] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+
+
+def leave_stops_to_the_agent() -> None:
+    """Have SIGTERM and SIGINT mean nothing from here on, where no handler of the script's is set.
+
+    To this process alone: what it starts or forks has Python's defaults, so that it can be ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number, default in _DEFAULTS.items():
+        if signal.getsignal(number) in (signal.SIG_DFL, default):
+            # A handler, since programs that are executed would go on to ignore what is ignored.
+            signal.signal(number, _ignore)
+            signal.siginterrupt(number, False)
+    os.register_at_fork(after_in_child=_as_python_has_them)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """The agent has it too."""
+
+
+def _as_python_has_them() -> None:
+    for number, default in _DEFAULTS.items():
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, default)
+
+
+# -- Where a job's own modules are imported from --------------------------------------------------
+# Pure. The agent tells its workers by two environment variables; see
+# launcher/runs/submitting/freeze.py.
+
+
+CODE: Final = "HOLDFAST_CODE"
+"""The frozen copy, absolute; unset where nothing was frozen."""
+SOURCE: Final = "HOLDFAST_CODE_SOURCE"
+"""The folder it was copied from, absolute."""
+
+
+def frozen_entry(entry: str, env: Mapping[str, str]) -> str:
+    """Return an entry of `sys.path`; one within the source is that of the copy."""
+    code, source = env.get(CODE), env.get(SOURCE)
+    if not code or not source:
+        return entry
+    path = PurePath(entry)
+    # The copy may lie within the source, as ./runs does by default.
+    if path.is_relative_to(code) or not path.is_relative_to(source):
+        return entry
+    return str(PurePath(code) / path.relative_to(source))
+
+
+def frozen_path(entries: Iterable[str], env: Mapping[str, str]) -> list[str]:
+    """Return `sys.path` with the frozen copy in place of its source, and at the end.
+
+    At the end, so that no module of the job shadows a library, yet before what an editable
+    install (`pip install -e`) would find in the source: its finder is asked last.
+    """
+    code = env.get(CODE)
+    if not code:
+        return list(entries)
+    path = [frozen_entry(entry, env) for entry in entries]
+    return path + [entry for entry in (code, str(PurePath(code) / "src")) if entry not in path]
+
+
+def frozen_python_path(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONPATH of a worker that is started by exec; empty: as it is.
+
+    Python has no way to add to the end of its path from outside, so the copy is not added
+    where the job did not have its source there.
+    """
+    given = env.get("PYTHONPATH")
+    if not given or not env.get(CODE):
+        return {}
+    entries = given.split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join(frozen_entry(entry, env) for entry in entries)}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE
-from elastic_trainer.worker.name_service import ask_for_a_name
+from elastic_trainer.worker.process import ask_for_a_name
 from elastic_trainer.worker.torch_private import compile_in_this_process, find_cpu_instructions
 
 MODULES = (

@@ -60,13 +60,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic_trainer.worker import fresh_process
-from elastic_trainer.worker.children import adopt_orphans, children, kill_children, prctl
-from elastic_trainer.worker.code_path import frozen_path
-from elastic_trainer.worker.cpu_list import parse_cpus
-from elastic_trainer.worker.fresh_process import HELD
-from elastic_trainer.worker.left_to_the_agent import leave_stops_to_the_agent
-from elastic_trainer.worker.no_threads import give_threads_back, no_threads, thread_setters
-from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.fresh_process import HELD, frozen_path, leave_stops_to_the_agent
+from elastic_trainer.worker.process import (
+    adopt_orphans,
+    children,
+    give_threads_back,
+    kill_children,
+    no_threads,
+    open_files,
+    parse_cpus,
+    prctl,
+    thread_setters,
+)
 from elastic_trainer.worker.worker_answers import answer_when_asked
 
 DEFAULT_PRELOAD = "elastic_trainer.train.main"

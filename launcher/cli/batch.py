@@ -50,10 +50,10 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
     Raises:
         UserError: HF169, HF678, or why there can be no run.
     """
+    from elastic_trainer.storage.files import write_atomic
     from launcher.node.attempt import Attempt
     from launcher.plan.search import plan
     from launcher.platforms.slurm.parse import expand_nodes
-    from launcher.record.atomic_file import write_atomic
     from launcher.render.local import render_local
     from launcher.runs import run_dir as run_dirs
     from launcher.runs.runs import is_run
@@ -99,7 +99,7 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
     Raises:
         UserError: HF169, HF674, or why there can be no run.
     """
-    from launcher.node.pod_env import PodEnv
+    from launcher.node.pod import PodEnv
     from launcher.plan.search import plan
     from launcher.render.local import render_local
     from launcher.spec.reading import load_spec
@@ -133,8 +133,8 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
     Raises:
         OSError, ValueError: the storage or the board cannot be read or written.
     """
+    from elastic_trainer.storage.files import write_atomic
     from launcher.node.board import live_lease
-    from launcher.record.atomic_file import write_atomic
 
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

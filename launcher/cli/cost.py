@@ -20,7 +20,7 @@ from launcher.cli.common import (
 )
 from launcher.cli.terminal import direct
 from launcher.record.cost import CAUSES, QUEUE, GpuTime, total
-from launcher.runs.reports.costs import costs, grouped
+from launcher.runs.reports.data import costs, grouped
 from launcher.runs.runs import find_run, find_runs
 from launcher.spec.errors import UserError
 

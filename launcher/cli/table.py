@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.platforms.base import JobState
+from launcher.runs.watching.findings import when
 from launcher.runs.watching.run_status import RunStatus
-from launcher.runs.watching.texts import when
 
 _COLOURS = {
     JobState.RUNNING: "green",

@@ -18,10 +18,10 @@ from launcher.cli.common import EXIT_DONE, json_option, print_json, runs_option
 from launcher.cli.terminal import LEAVE, direct, key_pressed, keys
 from launcher.platforms.base import JobState
 from launcher.record.status import TrainingStatus
-from launcher.runs.reports.costs import owner_of
+from launcher.runs.reports.data import owner_of
 from launcher.runs.runs import find_users_runs
+from launcher.runs.watching.findings import span
 from launcher.runs.watching.run_status import RunStatus, run_statuses
-from launcher.runs.watching.texts import span
 
 EPILOG = """\b
 Examples:

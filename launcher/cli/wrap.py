@@ -111,8 +111,7 @@ def _write(path: Path, text: str, *, like: Path) -> None:
     Raises:
         OSError: it cannot be written, or a link or no plain file is there.
     """
-    from elastic_trainer.storage.atomic_file import beside, write_new
-    from launcher.record.atomic_file import check_output
+    from elastic_trainer.storage.files import beside, check_output, write_new
 
     check_output(path)
     with beside(path) as temp:

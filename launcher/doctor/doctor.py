@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.record.signatures import Signature, signature_of
-from elastic_trainer.storage.regular_file import open_regular
+from elastic_trainer.storage.files import open_regular
 from launcher.doctor.flight import MOST_BYTES, works_of
 from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
 from launcher.doctor.scan import Match, Scanned, scan

@@ -18,17 +18,15 @@ from elastic_trainer.record.failures import (
     classify,
     one_line,
 )
-from elastic_trainer.storage.regular_file import open_regular
+from elastic_trainer.storage.files import open_regular
 from launcher.doctor.doctor import run_failures
-from launcher.platforms.base import JobState
-from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
+from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobState
 from launcher.record import stop_request
 from launcher.record.event import describe, named, worker_rank
 from launcher.record.run_files import ATTEMPT, attempt_order
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.findings import Finding, FindingKind
+from launcher.runs.watching.findings import Finding, FindingKind, when
 from launcher.runs.watching.run_status import RunStatus, headline, platform_text
-from launcher.runs.watching.texts import when
 
 _HOW_TO_FIX: Final = {
     EXIT_DONE: "",

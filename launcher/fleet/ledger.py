@@ -24,11 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.atomic_file import publish
-from elastic_trainer.storage.fresh_look import look_afresh
-from elastic_trainer.storage.regular_file import read_regular
-from launcher.record.atomic_file import read_json
+from elastic_trainer.storage.files import look_afresh, publish, read_json, read_regular
+from elastic_trainer.storage.typed import parse_json
 from launcher.record.files import events_named, newest_events
 from launcher.record.fleet import (
     EVIDENCE,

@@ -28,16 +28,14 @@ from launcher.local.faults import Chaos, Fault, parse_chaos, parse_faults
 from launcher.local.run import Interrupts, LocalRun
 from launcher.plan.search import plan
 from launcher.platforms.background import SUMMARY
-from launcher.platforms.base import JobId, JobRef, JobStatus
-from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
+from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobId, JobRef, JobStatus, state_of
 from launcher.platforms.installed import need
 from launcher.platforms.local import LocalCluster
 from launcher.record import stop_request
 from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
-from launcher.render.bundle import JOB_FILE
-from launcher.render.local import job_file, to_train_config
+from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import refuse_foreign
 from launcher.runs.checkpoints.start_from import corpus_pin, start_from

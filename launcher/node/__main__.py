@@ -15,8 +15,7 @@ from pathlib import Path
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from launcher import node
-from launcher.node.attempt import Attempt
-from launcher.node.say import say
+from launcher.node.attempt import Attempt, say
 from launcher.spec.errors import HoldfastError
 
 COMMANDS = (
@@ -71,14 +70,14 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
 
         return pod(given.run, os.environ)
     if given.command == "save":
-        from launcher.node.pod_save import save
+        from launcher.node.pod import save
 
         return save(given.run, os.environ)
     attempt = Attempt.of_env(given.run, os.environ)
     this = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     match given.command:
         case "begin":
-            from launcher.node.begin import begin
+            from launcher.node.batch import begin
 
             return begin(attempt, os.environ)
         case "beat":
@@ -98,14 +97,14 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
 
             return Watchdog(attempt, this, os.environ).serve()
         case "again":
-            from launcher.node.slurm import again
+            from launcher.node.batch import again
 
             return again(attempt)
         case "keep-off":
-            from launcher.node.slurm import keep_off
+            from launcher.node.batch import keep_off
 
             return keep_off(attempt)
-    from launcher.node.end import end, put_summary
+    from launcher.node.batch import end, put_summary
 
     found = end(attempt, os.environ, given.code).code
     put_summary(attempt, os.environ, found)

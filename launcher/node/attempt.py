@@ -15,12 +15,14 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.record.atomic_file import read_json, write_json
+from elastic_trainer.storage.files import read_json, write_json
+from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError
 
 _LAST_BYTES, _LAST_LINES = 4096, 6
@@ -113,7 +115,7 @@ class Attempt:
         """
         if first:
             # Late: it takes the board's modules, and some who read this need none of them.
-            from elastic_trainer.storage.atomic_file import publish
+            from elastic_trainer.storage.files import publish
 
             return publish(self.dir / name, json.dumps(value).encode() + b"\n")
         write_json(self.dir / name, value)
@@ -209,3 +211,20 @@ def _folders(run_dir: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return [path for path in (run_dir / "attempts").iterdir() if _NAME.fullmatch(path.name)]
     return []
+
+
+# -- Lines for the log, events for the record -----------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Write a line to the output."""
+    sys.stderr.write(f"holdfast: {text}\n")
+    sys.stderr.flush()
+
+
+def note(of: Attempt, event: str, **fields: Any) -> None:
+    """Append an event to the run's record. Storage that fails must not end the job."""
+    node = os.environ.get("POD_NAME") or os.uname().nodename
+    with contextlib.suppress(OSError):
+        log = LauncherLog(of.run_dir, f"batch-{of.name}-{node}")
+        log.emit(event, node=node, **fields)

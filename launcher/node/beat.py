@@ -18,7 +18,7 @@ from launcher.node.attempt import Attempt
 from launcher.node.leaving import Drains, look_after
 from launcher.node.strikes import Strikes
 from launcher.platforms.commands import SystemCommands
-from launcher.platforms.processes import start_ticks
+from launcher.platforms.local import start_ticks
 
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""

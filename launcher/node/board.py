@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE, read_board
 from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
-from launcher.node.say import say
+from launcher.node.attempt import say
 from launcher.platforms.retries import polled
 
 LEASE_BEATS_S = 12.0

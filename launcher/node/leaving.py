@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.storage.fresh_look import look_afresh
-from launcher.node.attempt import Attempt
+from elastic_trainer.storage.files import look_afresh, read_json, write_json
+from launcher.node.attempt import Attempt, say
 from launcher.node.decide import EXIT_LEFT, a_few
-from launcher.node.say import say
 from launcher.platforms.commands import Commands
 from launcher.platforms.slurm.machines import TIMEOUT_S, draining
 from launcher.platforms.slurm.parse import expand_nodes
-from launcher.record.atomic_file import read_json, write_json
 from launcher.spec.errors import HoldfastError
 
 FOLDER: Final = "leaving"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.fleet.ledger import Fleet, fleet_at, place_for
-from launcher.node.say import say
+from launcher.node.attempt import say
 from launcher.record.fleet import SURVIVED_S
 from launcher.spec.errors import HoldfastError
 

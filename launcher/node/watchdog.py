@@ -16,11 +16,10 @@ import signal
 import time
 from collections.abc import Mapping
 
-from elastic_trainer.storage.atomic_file import publish
+from elastic_trainer.storage.files import publish
 from launcher.node import beat, board
-from launcher.node.attempt import Attempt
+from launcher.node.attempt import Attempt, say
 from launcher.node.decide import BeatWatch, is_over
-from launcher.node.say import say
 from launcher.platforms.retries import polled
 
 READ_BEATS = 5
@@ -124,7 +123,7 @@ class Watchdog:
                 elected = publish(path, f"{self._node}\n".encode())
             if elected:
                 # Late: few nodes ever need it.
-                from launcher.node.slurm import take_over
+                from launcher.node.batch import take_over
 
                 take_over(self._attempt, self._env)
                 return

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
-from launcher.platforms.exit_codes import state_of
-from launcher.platforms.processes import start_ticks
+from elastic_trainer.storage.files import read_json
+from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, PlatformEvent, state_of
+from launcher.platforms.local import start_ticks
 from launcher.platforms.retries import polled
-from launcher.record.atomic_file import read_json
 from launcher.spec.errors import PermanentError, Problem, UserError
 
 _Seen = TypeVar("_Seen")

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from elastic_trainer.board.kubernetes_board import Server
     from launcher.platforms.commands import CommandResult
     from launcher.spec.errors import Problem
+from typing import Final
+
+from elastic_trainer.record.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+)
 
 JobId = NewType("JobId", str)
 """The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
@@ -264,3 +273,30 @@ class ChangeFeed(Protocol):
 
     def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:
         """Set the event, until the end of the context, whenever something of `job` has changed."""
+
+
+# -- Exit codes of a job --------------------------------------------------------------------------
+
+
+EXIT_LOST: Final = 1
+"""No agent is left that could say why."""
+EXIT_INTERRUPTED: Final = 130
+"""Ctrl-C, before the agents could save or a second time: as shells count it."""
+
+EXIT_TEXTS: Final[dict[int, str]] = {
+    EXIT_SAVED: "saved, and left the queue",
+    EXIT_TOO_FEW_NODES: "too few healthy nodes were left",
+    EXIT_DO_NOT_RESTART: "it would fail again, so it was not restarted",
+    EXIT_BUDGET_USED_UP: "a restart budget is used up",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+
+def state_of(code: int) -> JobState:
+    """Return how a job ended that the platform has forgotten, by the code in its record."""
+    known = {
+        EXIT_DONE: JobState.DONE,
+        EXIT_SAVED: JobState.SAVED,
+        EXIT_INTERRUPTED: JobState.CANCELLED,
+    }
+    return known.get(code, JobState.FAILED)

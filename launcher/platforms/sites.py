@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
-from elastic_trainer.storage.regular_file import open_regular
+from elastic_trainer.storage.files import open_regular
 from launcher.platforms.targets import target_named
 from launcher.spec.errors import UserError, Where
 from launcher.spec.source import MAX_BYTES, read_source

@@ -80,7 +80,7 @@ class Target:
 
 def _on_kubernetes(kind: str) -> Target:
     return Target(
-        f"launcher.render.{kind}:render_{kind}",
+        f"launcher.render.kinds:render_{kind}",
         "launcher.platforms.kubernetes.backend:KubernetesBackend",
         checker="launcher.render.kubernetes_objects:check_pods",
         kind=kind,

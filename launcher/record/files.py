@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.record.typed import check_types
-from elastic_trainer.storage.regular_file import open_regular
+from elastic_trainer.storage.files import open_regular
+from elastic_trainer.storage.typed import check_types
 from launcher.spec.errors import UserError
 
 MOST_EVENTS: Final = 200_000

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from elastic_trainer.plan.gpus import uuids_in
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
-from elastic_trainer.record.typed import check_types
+from elastic_trainer.storage.typed import check_types
 from launcher.spec.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_trainer.storage.fresh_look import look_afresh
-from launcher.record.atomic_file import write_json
+from elastic_trainer.storage.files import look_afresh, write_json
 
 STOP_JSON = "stop.json"
 """Its name in the run directory."""

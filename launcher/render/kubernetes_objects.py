@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from launcher.plan.search import Plan
-from launcher.render.bundle import MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import (
     API_VERSIONS,
@@ -21,7 +20,7 @@ from launcher.render.kubernetes_names import (
     secret_name,
 )
 from launcher.render.kubernetes_yaml import to_yaml
-from launcher.render.local import render_local, to_train_config
+from launcher.render.local import MANIFESTS, Bundle, render_local, to_train_config
 from launcher.spec.errors import UserError
 from launcher.spec.spec import JobSpec
 

@@ -9,7 +9,6 @@ from typing import Final
 from elastic_trainer.board.open_board import KUBERNETES
 from elastic_trainer.plan.config import CheckpointSection, TrainConfig
 from launcher.plan.search import Plan
-from launcher.render.bundle import JOB_FILE, Bundle
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.spec.errors import UserError
 from launcher.spec.source import read_source, write_sets
@@ -134,3 +133,14 @@ def job_file(spec: JobSpec, base_dir: str | Path) -> str:
     if written is None:
         written = to_yaml([read_source(own, "", spec.sets).data])
     return head + keys + written
+
+
+# -- Bundles --------------------------------------------------------------------------------------
+
+
+Bundle = dict[str, str]
+"""File name, relative to the run directory -> its text."""
+JOB_FILE: Final = "job.yaml"
+"""The job file with its overrides: what may be submitted again."""
+MANIFESTS: Final = "manifests.yaml"
+"""What is sent to Kubernetes."""

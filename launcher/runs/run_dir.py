@@ -12,13 +12,19 @@ from typing import Self
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.atomic_file import beside, publish, write_new
-from elastic_trainer.storage.regular_file import open_regular, read_regular
+from elastic_trainer.storage.files import (
+    beside,
+    check_output,
+    open_regular,
+    publish,
+    read_regular,
+    write_atomic,
+    write_new,
+)
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
+from elastic_trainer.storage.typed import parse_json
 from launcher.platforms.background import MARK as _LIVE
-from launcher.platforms.processes import start_ticks
-from launcher.record.atomic_file import check_output, write_atomic
+from launcher.platforms.local import start_ticks
 from launcher.record.files import newest_events
 from launcher.record.status import TrainingStatus
 from launcher.runs.permissions import check_run_dir
@@ -82,8 +88,7 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
             change it.
     """
-    from launcher.render.bundle import JOB_FILE
-    from launcher.render.local import HEAD
+    from launcher.render.local import HEAD, JOB_FILE
 
     begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
     if begun:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.regular_file import read_regular
+from elastic_trainer.storage.files import read_json, read_regular, write_json
+from elastic_trainer.storage.typed import parse_json
 from launcher.platforms.base import JobId, JobRef
-from launcher.record.atomic_file import read_json, write_json
 from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON
 from launcher.spec.errors import UserError
 

@@ -9,9 +9,8 @@ from typing import Any
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.ledger_audit import LedgerAudit, audit
-from elastic_trainer.storage.regular_file import read_regular
+from elastic_trainer.storage.files import read_regular, write_json
 from launcher.platforms.background import SUMMARY
-from launcher.record.atomic_file import write_json
 from launcher.record.files import RunRecord
 from launcher.record.summary import summarise
 from launcher.runs import run_dir as run_dirs

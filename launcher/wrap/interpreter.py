@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.record.typed import parse_json
+from elastic_trainer.storage.typed import parse_json
 from launcher.platforms.installed import DISTRIBUTION, install_line
 from launcher.spec.errors import UserError
 

@@ -24,7 +24,7 @@ import json, os, socket, sys, time
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 silent.bind(("127.0.0.53", 53))
 from torch.distributed import TCPStore
-from elastic_trainer.worker.name_service import ask_for_a_name
+from elastic_trainer.worker.process import ask_for_a_name
 if sys.argv[1] == "asked":
     ask_for_a_name()
 threads = len(os.listdir("/proc/self/task"))

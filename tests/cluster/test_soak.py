@@ -42,8 +42,7 @@ from namespaces import Network, cluster_in, why_not
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
 from launcher.local import job as local_job
-from launcher.platforms.local import ZYGOTE, LocalCluster
-from launcher.platforms.processes import child_named, process_table, signal_all
+from launcher.platforms.local import ZYGOTE, LocalCluster, child_named, process_table, signal_all
 from launcher.record.files import RunRecord
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.summary_file import current_summary

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from elastic_trainer.worker.children import children
+from elastic_trainer.worker.process import children
 
 if os.environ.get("SHIM_PLANT"):
     torch.cuda.is_available()

@@ -35,7 +35,7 @@ from elastic_trainer.agent.command.flags import (
     virtual_devices,
     workers_per_node,
 )
-from elastic_trainer.agent.membership.jobs import slurm_job
+from elastic_trainer.agent.membership.lease import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
 from elastic_trainer.plan.command import Command, split_command

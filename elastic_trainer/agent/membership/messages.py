@@ -35,7 +35,7 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.record.failures import Action, Failure, Kind
-from elastic_trainer.record.typed import check_types
+from elastic_trainer.storage.typed import check_types
 
 PROTOCOL: Final = 1
 """Of what agents say to each other. Raise it when a message changes: only equal ones mix."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.membership.jobs import is_of, supersedes
-from elastic_trainer.agent.membership.lease import lease_of
+from elastic_trainer.agent.membership.lease import is_of, lease_of, supersedes
 from elastic_trainer.agent.membership.messages import Message, Reject, Welcome, Won
 from elastic_trainer.agent.membership.roles import (
     Role,

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from elastic_trainer.agent.wire.accept_limiter import MOST, AcceptLimiter
 from elastic_trainer.plan.running_clock import RunningClock
-from elastic_trainer.worker.open_files import open_files
+from elastic_trainer.worker.process import open_files
 from elastic_trainer.worker.secret import (
     TAG_BYTES,
     AuthError,

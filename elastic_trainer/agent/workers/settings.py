@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
 from elastic_trainer.agent.stop_signals import STOPS
-from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.plan.gpus import Gpu
 from elastic_trainer.plan.ladder import Ladder
 
@@ -104,3 +103,30 @@ class AgentConfig:
     """Rungs that the next epoch may have; None: no standby is kept."""
     tick_s: float = 0.1
     """Between two looks at the heartbeats."""
+
+
+# -- What the node shows to whoever watches the fleet ---------------------------------------------
+
+
+STATES: Final = ("waiting", "in", "spare", "left")
+"""In no epoch now; its workers run in one; in reserve; it takes no part any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """One look at a node."""
+
+    state: str = "waiting"
+    epoch: int = 0
+    """Newest one that was formed; 0: none yet."""
+    step: int = 0
+    """Newest completed step of a worker here."""
+    committed: int = 0
+    """Newest step whose state is known to be safe."""
+    workers: int = 0
+    """Alive."""
+    idle_s: float | None = None
+    """How long the worker that has been still for longest has made no progress; None: none runs."""
+    coordinator: bool = False
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Kind of failure -> epochs that such a failure of a worker of this node ended."""

@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_trainer.worker.children import adopt_orphans, children, kill_children
 from elastic_trainer.worker.fresh_process import HELD, handed_on
+from elastic_trainer.worker.process import adopt_orphans, children, kill_children
 from elastic_trainer.worker.zygote import become_zygote
 
 SEND_TIMEOUT_S = 10.0

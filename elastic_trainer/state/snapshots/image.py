@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.record.typed import check_types
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.errors import TornImageError
+from elastic_trainer.storage.typed import check_types
 
 PAGE: Final = 4096
 """Bytes of the header, and the alignment of the payload."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
-from elastic_trainer.storage.atomic_file import write_atomic
+from elastic_trainer.storage.files import write_atomic
 from launcher.fleet.preflight.bisection import Bisection, Group, Verdicts
 from launcher.fleet.preflight.checks import CheckResult
 from launcher.platforms.retries import polled

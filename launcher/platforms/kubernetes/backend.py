@@ -59,8 +59,8 @@ from launcher.platforms.kubernetes.storage import Storage
 from launcher.platforms.kubernetes.submit import Creation
 from launcher.platforms.kubernetes.watch import watch_until
 from launcher.record import stop_request
-from launcher.render.bundle import JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
+from launcher.render.local import JOB_FILE, MANIFESTS
 from launcher.spec.errors import PlatformError, Problem, UserError
 
 CANCEL_S: Final = 30.0

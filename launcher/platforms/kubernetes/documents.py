@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launcher.render.bundle import JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
     CONTAINERS,
@@ -20,6 +19,7 @@ from launcher.render.kubernetes_names import (
     SECRET_KEY,
     SECRET_VOLUME,
 )
+from launcher.render.local import JOB_FILE, MANIFESTS
 from launcher.render.pod import without_nodes
 from launcher.spec.errors import UserError
 

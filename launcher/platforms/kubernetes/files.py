@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from elastic_trainer.storage.atomic_file import beside
+from elastic_trainer.storage.files import beside, read_json, write_json
 from launcher.platforms.kubernetes.documents import moved
 from launcher.platforms.retries import polled
-from launcher.record.atomic_file import read_json, write_json
 from launcher.record.run_files import END, FETCHED, GROWING, INODE, MTIME, OFFSET, safe_parts
 from launcher.spec.errors import PermanentError
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, EXIT_SAVED
-from launcher.platforms.base import NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
-from launcher.platforms.exit_codes import EXIT_TEXTS
+from launcher.platforms.base import EXIT_TEXTS, NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
 from launcher.platforms.kubernetes.documents import Object
 from launcher.platforms.kubernetes.errors import POD_SECURITY
 from launcher.platforms.kubernetes.pods import (

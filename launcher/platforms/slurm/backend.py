@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from elastic_trainer.storage.files import read_json
 from launcher.platforms.base import (
     NO_SUCH_JOB,
     JobId,
@@ -28,7 +29,6 @@ from launcher.platforms.slurm import admission, machines, parse, status_text
 from launcher.platforms.slurm.parse import SlurmJob
 from launcher.platforms.slurm.queries import SlurmPatience, SlurmQueries, failure, flat
 from launcher.record import stop_request
-from launcher.record.atomic_file import read_json
 from launcher.spec.errors import (
     PermanentError,
     PlatformError,

@@ -9,8 +9,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from elastic_trainer.record.failures import EXIT_SAVED
-from launcher.platforms.base import JobRef, JobState, JobStatus
-from launcher.platforms.exit_codes import EXIT_TEXTS
+from launcher.platforms.base import EXIT_TEXTS, JobRef, JobState, JobStatus
 from launcher.platforms.slurm.parse import SlurmJob, expand_nodes
 
 SCRIPT: Final = "job.sbatch"

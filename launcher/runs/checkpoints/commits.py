@@ -27,7 +27,7 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.state.storage import CheckpointStorage
-from elastic_trainer.storage.regular_file import read_regular
+from elastic_trainer.storage.files import read_regular
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.config import METRICS_TARGETS
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.regular_file import read_regular
-from launcher.record.atomic_file import write_atomic
+from elastic_trainer.storage.files import read_regular, write_atomic
+from elastic_trainer.storage.typed import parse_json
 from launcher.record.cost import gpu_time_since
 from launcher.record.files import RunRecord
 from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS, RunMetrics
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.reports.costs import owner_of
+from launcher.runs.reports.data import owner_of
 from launcher.runs.runs import StoredRun, find_users_runs
 from launcher.spec.errors import HoldfastError, UserError
 

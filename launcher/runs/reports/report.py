@@ -12,12 +12,12 @@ from typing import Any
 
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.record.events import Event
+from elastic_trainer.storage.files import check_output, write_atomic
 from launcher.platforms.installed import need
-from launcher.record.atomic_file import check_output, write_atomic
 from launcher.record.event import named
 from launcher.record.timeline import StepDone, epochs, lineage
 from launcher.runs.reports.data import ReportData, kind_text, seconds_or_dash
-from launcher.runs.watching.texts import names, span
+from launcher.runs.watching.findings import names, span
 from launcher.spec.errors import UserError
 
 

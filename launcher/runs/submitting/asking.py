@@ -10,7 +10,7 @@ from launcher.fleet.ledger import Fleet
 from launcher.platforms.base import Backend, Machines
 from launcher.record.excluded import ExcludedMachine
 from launcher.record.fleet import Standing, kept_off, standings
-from launcher.render.bundle import Bundle
+from launcher.render.local import Bundle
 from launcher.spec.errors import NOWHERE, PlatformError, Problem, UserError
 from launcher.spec.spec import JobSpec
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
-from launcher.platforms.exit_codes import state_of
+from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
 from launcher.platforms.retries import polled
 from launcher.record import stop_request
 from launcher.record.status import TrainingStatus
-from launcher.render.bundle import MANIFESTS
+from launcher.render.local import MANIFESTS
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched

@@ -22,9 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.regular_file import read_regular
-from launcher.record.atomic_file import write_json
+from elastic_trainer.storage.files import read_regular, write_json
+from elastic_trainer.storage.typed import parse_json
 from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError, writing
 

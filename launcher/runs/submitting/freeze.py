@@ -34,9 +34,8 @@ from typing import Any, Final
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.plan.config import CodeSection, TrainConfig
 from elastic_trainer.plan.quantities import counted, sized
-from elastic_trainer.record.typed import parse_json
-from elastic_trainer.storage.regular_file import open_regular, read_regular
-from launcher.record.atomic_file import write_atomic, write_json
+from elastic_trainer.storage.files import open_regular, read_regular, write_atomic, write_json
+from elastic_trainer.storage.typed import parse_json
 from launcher.record.files import LauncherLog
 from launcher.render.local import checkpoint_dir, resolve
 from launcher.runs import run_dir as run_dirs

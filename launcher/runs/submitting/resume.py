@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.storage.files import write_atomic
 from launcher.fleet.ledger import fleet_at, place_for
 from launcher.plan.search import plan
 from launcher.platforms.base import Backend, JobRef, JobState, Machines
 from launcher.platforms.targets import target_named
 from launcher.record import stop_request
-from launcher.record.atomic_file import write_atomic
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
-from launcher.render.bundle import JOB_FILE, Bundle
 from launcher.render.kubernetes_facts import pod_image
-from launcher.render.local import HEAD
+from launcher.render.local import HEAD, JOB_FILE, Bundle
 from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act

@@ -21,9 +21,8 @@ from launcher.platforms.base import Backend, JobRef, Machines
 from launcher.platforms.installed import installed_version
 from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
-from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import pod_image
-from launcher.render.local import resolve
+from launcher.render.local import Bundle, resolve
 from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import note_act

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.plan.quantities import counted
+from elastic_trainer.storage.files import read_json
 from launcher.platforms.base import Backend
-from launcher.record.atomic_file import read_json
 from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.acts import ACTED

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.storage.regular_file import open_regular
+from elastic_trainer.storage.files import open_regular
 from launcher.record.event import describe, number, worker_rank
 from launcher.record.files import RunRecord
 from launcher.record.run_files import ATTEMPT

@@ -12,15 +12,22 @@ from typing import Any, Final
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.quantities import counted
 from launcher.platforms.background import NEVER_STARTED
-from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
-from launcher.platforms.exit_codes import state_of
+from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
 from launcher.platforms.targets import TARGETS, target_named
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import StoredRun, current_job
-from launcher.runs.watching.findings import DiskSpace, Finding, FindingKind, RunFacts, findings
-from launcher.runs.watching.texts import names, times, when
+from launcher.runs.watching.findings import (
+    DiskSpace,
+    Finding,
+    FindingKind,
+    RunFacts,
+    findings,
+    names,
+    times,
+    when,
+)
 from launcher.spec.errors import HoldfastError, UserError
 
 Backends = Mapping[str, Backend]

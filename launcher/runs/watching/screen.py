@@ -17,7 +17,7 @@ from launcher.record.event import named
 from launcher.record.failures import RunFailure
 from launcher.record.picture import NodeState, Picture
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.texts import span, when
+from launcher.runs.watching.findings import span, when
 
 
 class Page(StrEnum):

@@ -9,8 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from elastic_trainer.plan.quantities import counted
-from launcher.platforms.base import NO_SUCH_JOB, Backend, ChangeFeed, JobRef, JobState, JobStatus
-from launcher.platforms.exit_codes import EXIT_TEXTS, state_of
+from launcher.platforms.base import (
+    EXIT_TEXTS,
+    NO_SUCH_JOB,
+    Backend,
+    ChangeFeed,
+    JobRef,
+    JobState,
+    JobStatus,
+    state_of,
+)
 from launcher.record.files import RunRecord
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs

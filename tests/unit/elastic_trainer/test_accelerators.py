@@ -16,7 +16,7 @@ from elastic_trainer.agent.accelerators import (
     numa_cpus,
     seen,
 )
-from elastic_trainer.worker.cpu_list import cpu_list, parse_cpus
+from elastic_trainer.worker.process import cpu_list, parse_cpus
 
 
 def line(i):

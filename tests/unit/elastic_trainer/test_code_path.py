@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.worker.code_path import CODE, SOURCE, frozen_path, frozen_python_path
+from elastic_trainer.worker.fresh_process import CODE, SOURCE, frozen_path, frozen_python_path
 
 ENV = {CODE: "/home/me/proj/runs/r/code/d1", SOURCE: "/home/me/proj"}
 COPY = ENV[CODE]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.train.determinism import ENVIRONMENT
+from elastic_trainer.train.engine import ENVIRONMENT
 
 
 def in_a_process(code, **env):
@@ -15,7 +15,7 @@ def in_a_process(code, **env):
     subprocess.run([sys.executable, "-c", code], env={**clean, **env}, check=True)
 
 
-SETTING = "import os, torch, elastic_trainer.train.determinism as d; d.make_deterministic();"
+SETTING = "import os, torch, elastic_trainer.train.engine as d; d.make_deterministic();"
 
 
 @pytest.mark.slow

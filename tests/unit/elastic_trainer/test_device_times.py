@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.agent.membership.notices import RankPace
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS, TIMES, Stragglers
-from elastic_trainer.train.device_times import TIMED, DeviceTimes
+from elastic_trainer.train.marks import TIMED, DeviceTimes
 from elastic_trainer.worker.heartbeat import Heartbeat, Section, StepPart
 
 

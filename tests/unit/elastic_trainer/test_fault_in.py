@@ -13,8 +13,8 @@ import torch
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import image_writer
-from elastic_trainer.state.fault_in import WORTH_BYTES, fault_in
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
+from elastic_trainer.state.offload import WORTH_BYTES, fault_in
 from elastic_trainer.state.state import Stager
 
 LARGE_BYTES = 48 << 20

@@ -13,8 +13,7 @@ from elastic_trainer.parallel.tensor import IGNORED
 from elastic_trainer.plan.config import TrainSection
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.train.feed import Feed
-from elastic_trainer.train.ledger import LedgerWriter
+from elastic_trainer.train.feed import Feed, LedgerWriter
 
 SEQ_LEN = 8
 TRAIN = TrainSection(seq_len=SEQ_LEN, global_batch=5, steps=9)

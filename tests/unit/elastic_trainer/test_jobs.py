@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.jobs import slurm_job, supersedes
+from elastic_trainer.agent.membership.lease import slurm_job, supersedes
 from elastic_trainer.agent.membership.notices import StopAsked
 from elastic_trainer.plan.ladder import Ladder
 

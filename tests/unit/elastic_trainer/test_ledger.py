@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from elastic_trainer.record.ledger_audit import audit
-from elastic_trainer.train.ledger import LedgerWriter
+from elastic_trainer.train.feed import LedgerWriter
 
 
 def writer(run, *, epoch=3, dp_rank=1, resume_step=4):

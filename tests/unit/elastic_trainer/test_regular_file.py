@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from elastic_trainer.storage.regular_file import open_regular, read_regular
+from elastic_trainer.storage.files import open_regular, read_regular
 
 
 def test_plain_files_and_links_to_them_are_read(tmp_path):

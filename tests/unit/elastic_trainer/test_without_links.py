@@ -16,8 +16,8 @@ from board_bench import env_of
 from config_map_server import FIRST_TOKEN, authority, serving
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.storage import atomic_file
-from elastic_trainer.storage.atomic_file import publish
+from elastic_trainer.storage import files
+from elastic_trainer.storage.files import publish
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 from launcher.plan.search import plan
 from launcher.render.local import render_local
@@ -200,7 +200,7 @@ def test_a_claim_is_given_back_when_the_file_cannot_be_put_there(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.Path, "replace", full)
+        patch.setattr(files.Path, "replace", full)
         with pytest.raises(OSError, match="No space"):
             publish(tmp_path / "a", b"1", link=refused)
     assert list(tmp_path.iterdir()) == []

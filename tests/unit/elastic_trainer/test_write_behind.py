@@ -13,7 +13,7 @@ from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.storage import write_behind
 from elastic_trainer.storage.write_behind import WriteBehind
-from elastic_trainer.train.ledger import LedgerWriter
+from elastic_trainer.train.feed import LedgerWriter
 
 
 def read_until(fd, lines):

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Ended, Lease, update
-from launcher.node.pod_env import PodEnv
+from launcher.node.pod import PodEnv
 from launcher.plan.search import plan
 from launcher.render.local import render_local
 

@@ -5,8 +5,7 @@ import secrets
 
 import pytest
 
-from elastic_trainer.storage.atomic_file import publish, write_new
-from launcher.record.atomic_file import read_json, write_atomic, write_json
+from elastic_trainer.storage.files import publish, read_json, write_atomic, write_json, write_new
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from launcher.cli.logs import _since
 from launcher.runs.submitting.submit import sweep_tasks
+from launcher.runs.watching.findings import names, span, times
 from launcher.runs.watching.follow_logs import Line, LineFilter, LogReader, Selection
-from launcher.runs.watching.texts import names, span, times
 from launcher.spec.errors import UserError
 
 

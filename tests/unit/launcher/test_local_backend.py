@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.agent.workers.scratch import Scratch
 from launcher.platforms.base import JobId
-from launcher.platforms.local import LocalCluster, loopback_address
-from launcher.platforms.processes import process_table
+from launcher.platforms.local import LocalCluster, loopback_address, process_table
 from launcher.spec.errors import PermanentError
 
 # An agent with a child in a session of its own (as a zygote might be), and that one's child.

@@ -14,18 +14,16 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Ended, Lease
-from launcher.node import beat, board, slurm
+from elastic_trainer.storage.files import write_json
+from launcher.node import batch, beat, board
 from launcher.node import watchdog as watchdog_module
 from launcher.node.__main__ import main
-from launcher.node.agent_process import agent_command
-from launcher.node.attempt import Attempt, lineage, pasts
-from launcher.node.end import end
-from launcher.node.say import note
-from launcher.node.slurm import carry_out
+from launcher.node.agent import agent_command
+from launcher.node.attempt import Attempt, lineage, note, pasts
+from launcher.node.batch import carry_out, end
 from launcher.node.watchdog import Watchdog
 from launcher.platforms.commands import CommandResult
-from launcher.platforms.processes import start_ticks
-from launcher.record.atomic_file import write_json
+from launcher.platforms.local import start_ticks
 from launcher.spec.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -291,7 +289,7 @@ def test_excluded_nodes_are_used_where_there_are_not_enough_others(excluding, ca
 
 
 def test_a_job_is_requeued_all_the_same_if_slurm_refuses_the_update(excluding, capsys, monkeypatch):
-    monkeypatch.setattr(slurm, "UPDATE_S", 0.0)
+    monkeypatch.setattr(batch, "UPDATE_S", 0.0)
     denied = answer(code=1, err="Access/permission denied")
     controller = Controller(answer(SHOWN.format("RUNNING", 1)), update=denied)
     assert run_acts(excluding, controller, "requeue")
@@ -370,7 +368,7 @@ def test_a_watchdog_leaves_a_job_alone_whose_script_beats(attempt, monkeypatch):
     attempt.beat.write_text("000000000001\n")
     reads = iter(range(10**6))
     monkeypatch.setattr(beat, "read", lambda _: str(next(reads)))
-    monkeypatch.setattr(slurm, "take_over", None)
+    monkeypatch.setattr(batch, "take_over", None)
     watchdog(attempt).finish_job()
     assert not list(attempt.dir.glob("caretaker.*"))
 
@@ -379,7 +377,7 @@ def test_storage_that_comes_back_is_no_sign_of_life(attempt, monkeypatch):
     reads = iter([None, None, *["7"] * 1000])
     monkeypatch.setattr(beat, "read", lambda _: next(reads))
     taken = []
-    monkeypatch.setattr(slurm, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(batch, "take_over", lambda attempt, env: taken.append(attempt.name))
     put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
     watchdog(attempt).finish_job()
     assert taken == ["17.1"]
@@ -391,7 +389,7 @@ def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
     attempt.beat.write_text("000000000001\n")
     put(attempt.run_dir, BoardState(lease=lease("17.0", 3)))  # left by the attempt before
     taken, slept = [], []
-    monkeypatch.setattr(slurm, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(batch, "take_over", lambda attempt, env: taken.append(attempt.name))
     monkeypatch.setattr(watchdog_module.signal, "signal", lambda *_: None)
     one = watchdog(attempt)
 

@@ -10,11 +10,11 @@ import pytest
 from fake_slurm import SUBMIT
 from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
+from elastic_trainer.storage.files import read_json, write_json
 from launcher.node.attempt import Attempt
-from launcher.node.end import put_summary
+from launcher.node.batch import put_summary
 from launcher.platforms.slurm.queries import SlurmPatience
 from launcher.record import stop_request
-from launcher.record.atomic_file import read_json, write_json
 from launcher.record.files import LauncherLog
 from launcher.runs.runs import find_runs
 

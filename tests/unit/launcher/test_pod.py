@@ -16,7 +16,7 @@ import pytest
 from pod_world import POD, job_json, until, world
 
 from launcher.node.attempt import pasts
-from launcher.node.pod_env import PodEnv
+from launcher.node.pod import PodEnv
 from launcher.record import stop_request
 from launcher.spec.errors import UserError
 

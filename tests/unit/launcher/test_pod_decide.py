@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.membership.jobs import supersedes
-from launcher.node.pod_decide import (
+from elastic_trainer.agent.membership.lease import supersedes
+from launcher.node.decide import (
     AGAIN,
     AGAIN_CHARGED,
     KINDS,
@@ -19,7 +19,7 @@ from launcher.node.pod_decide import (
     job_id,
     place,
 )
-from launcher.render import jobset
+from launcher.render import kinds
 
 CODES = st.one_of(st.none(), st.integers(0, 255))
 KIND = st.sampled_from(KINDS)
@@ -54,9 +54,9 @@ def test_a_job_set_knows_two_codes_that_end_it(code, stop_asked):
 
 @given(CODES, st.booleans())
 def test_the_rendered_job_charges_no_pod_that_counts_itself_and_drops_none_that_ran(code, stop):
-    assert AGAIN == jobset.AGAIN != AGAIN_CHARGED > 127
+    assert AGAIN == kinds.AGAIN != AGAIN_CHARGED > 127
     ran = exit_code("jobset", code, stop_asked=stop)
-    assert not {ran, AGAIN_CHARGED} & set(jobset.NEVER_RAN_CODES)
+    assert not {ran, AGAIN_CHARGED} & set(kinds.NEVER_RAN_CODES)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("pytorchjob", 91), ("jobset", 93), ("trainjob", 93)])

@@ -9,7 +9,7 @@ import pytest
 from at_once import at_once
 from pod_world import job_json
 
-from elastic_trainer.storage.atomic_file import publish
+from elastic_trainer.storage.files import publish
 from launcher.node.pod import failures, prepare
 from launcher.spec.errors import UserError
 

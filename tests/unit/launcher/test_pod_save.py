@@ -17,8 +17,7 @@ from pod_world import until
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, Ended, update
 from elastic_trainer.record.events import Event
-from launcher.node.pod_env import PodEnv
-from launcher.node.pod_save import ANSWER_S, Saving, answer, next_act
+from launcher.node.pod import ANSWER_S, PodEnv, Saving, answer, next_act
 from launcher.record import stop_request
 
 ENV = {

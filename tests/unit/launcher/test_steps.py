@@ -10,15 +10,17 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, Ended, Lease
 from launcher.node.attempt import Attempt
 from launcher.node.decide import attempt_result
-from launcher.node.sruns import as_of_one_srun, of_one_node, refused
 from launcher.node.steps import (
     AWAY_PAUSE_S,
     AWAY_S,
     LONE_TRIES,
     MOST_STARTS,
     SlurmSteps,
+    as_of_one_srun,
     command_of,
     grouped,
+    of_one_node,
+    refused,
     to_start_again,
 )
 from launcher.platforms.commands import CommandResult

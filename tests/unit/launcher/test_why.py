@@ -11,8 +11,15 @@ from synthetic_record import Stream, config_of
 
 from launcher.doctor.why import explain
 from launcher.local.job import AttemptResult, job_code
-from launcher.platforms.base import JobId, JobRef, JobState, JobStatus
-from launcher.platforms.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
+from launcher.platforms.base import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    JobId,
+    JobRef,
+    JobState,
+    JobStatus,
+    state_of,
+)
 from launcher.record.status import TrainingStatus
 from launcher.runs.runs import StoredRun, find_run
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses

@@ -1,22 +1,25 @@
-"""Files that others may read at any time: complete or not at all. Needs no package.
+"""Files on storage that others read and write at any time. Standard library only.
 
-Temporary names cannot be foreseen, are made anew and are no links: who else may write into the
-directory can neither take them first nor lead a write elsewhere.
+They are complete or not at all. Temporary names cannot be foreseen, are made anew and are no links:
+who else may write into the directory can neither take them first nor lead a write elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
+import json
 import os
 import secrets
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from elastic_trainer.storage.fresh_look import look_afresh
+from elastic_trainer.storage.typed import parse_json
 
 CLAIM_S: Final = 5.0
 """Without hard links: whoever has the right to write a file has died if it takes so long."""
@@ -137,3 +140,91 @@ def _comes(path: Path, for_s: float) -> bool:
         time.sleep(_POLL_S)
         look_afresh(path.parent)
     return True
+
+
+# -- Looking things up on a file system that remembers what was not there
+
+
+def look_afresh(directory: Path) -> None:
+    """Have the next look-ups in `directory` find what the server has by now.
+
+    Clients of NFS remember for 30 to 60 s (`acdirmin`, `acdirmax`) that a name was not there. To
+    open the directory is to ask the server for its attributes (close-to-open consistency, so not
+    with `nocto`), and once these have changed no absence that is remembered counts.
+
+    A directory that cannot be opened passes: the look-up says why.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+# -- Reads files that somebody else made: plain ones only, and no more of them than is sane
+# A pipe would block, a device never ends, and a link may lead to either.
+
+
+MAX_JSON_BYTES: Final = 256 << 20
+"""No JSON file of a run or a model is longer: job.json has 200 KB, a manifest 150 bytes a file."""
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a plain file, or a link to one, for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a plain file.
+
+    Raises:
+        OSError: as `open_regular`; or it is longer than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
+# -- Files of a run that others may read at any time: complete or not at all. Needs no packag
+
+
+__all__ = ["check_output", "read_json", "write_atomic", "write_json"]
+
+
+def check_output(path: Path) -> None:
+    """Check that nothing but a plain file is where a user wants one written: no link above all.
+
+    Raises:
+        OSError: there is something else.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and where it leads is not written", str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is no regular file", str(path))
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = None) -> None:
+    """Write an object as `write_atomic` does.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_atomic(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return an object; empty where there is none, or nothing that can be read."""
+    try:
+        value = parse_json(read_regular(path))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
