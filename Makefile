@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test test-pythons test-torches lint fresh bench chaos exhaustive gpu gpu-shim exactness torchrun docs format wheel clean
+.PHONY: demo test test-all test-pythons test-torches lint fresh bench chaos exhaustive gpu gpu-shim exactness torchrun docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -14,11 +14,16 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/ready
 	$(PY) -m examples.demo
 
-# About 13 minutes on two cores: no test takes over 45 s, the longer ones are for `make chaos`.
 WORKERS ?= 2
+PYTEST := $(PY) -m pytest tests -n $(WORKERS) --dist worksteal --durations 10
 
+# What is quick, and one scenario a kind of fault and a platform.
 test: .venv/ready
-	$(PY) -m pytest tests -n $(WORKERS) --dist worksteal --durations 10
+	$(PYTEST) -m 'not process and not slow and not exhaustive and not gpu and not install'
+
+# About 20 minutes on two cores: no test takes over 45 s, the longer ones are for `make chaos`.
+test-all: .venv/ready
+	$(PYTEST)
 
 # The package alone, with the newest and with the oldest of what it needs; asks the package index.
 fresh: .venv/ready

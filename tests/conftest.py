@@ -37,6 +37,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that leave tests out
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Take real clusters for slow, but the few tests of them that `make test` runs."""
+    if {"cluster", "slurm"} & {*item.path.parts} and not item.get_closest_marker("scenario"):
+        item.add_marker("process")
+
+
 @pytest.hookimpl(trylast=True)  # after those that leave tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal the tests out to the workers of `-n`; without, their order is that of the files."""

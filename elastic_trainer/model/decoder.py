@@ -357,7 +357,7 @@ def build(shape: ModelShape, folder: str | None = None) -> Decoder:
 def _import(path: str, folder: str | None) -> type[Decoder]:
     """Return the class at `module:Class`.
 
-    As where code is frozen (fresh_process.py), the folder and its `src` are at the end of sys.path, so
+    As where code is frozen, the folder and its `src` are at the end of sys.path, so
     that no module of the job shadows a library.
     """
     for entry in (folder, f"{folder}/src") if folder else ():

@@ -146,6 +146,7 @@ def test_a_variable_that_a_script_sets_too_late_is_named_once(terminal):
     assert (code, "OMP_NUM_THREADS" in said) == (0, False), said
 
 
+@pytest.mark.scenario
 def test_a_failure_and_the_end_are_said_with_the_lines_that_are_on_no_console(terminal):
     (terminal.folder / "fails.py").write_text("x = 1\nraise ValueError('no ' + 'such thing')\n")
     code, said = terminal.run("--standalone", "--max-restarts", "0", "-r", "2", "fails.py")

@@ -89,6 +89,7 @@ def named(events: list[dict], name: str) -> list[dict]:
     return [event for event in events if event["event"] == name]
 
 
+@pytest.mark.scenario
 def test_the_same_error_everywhere_is_not_tried_again(tmp_path):
     codes, events = run_agents(tmp_path, ALL_RANKS)
     assert codes == {"n0": 93, "n1": 93, "n2": 93}

@@ -75,6 +75,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.scenario
 def test_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path):
     origin = tmp_path / "origin"
     origin.mkdir()

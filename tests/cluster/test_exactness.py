@@ -55,6 +55,7 @@ def test_one_process_learns(one_process):
     agree(one_process, one_process)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("layout", "micro_batch"),
     [

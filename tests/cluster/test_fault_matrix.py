@@ -27,6 +27,7 @@ def plain(tmp_path_factory):
     return losses(result.run_dir)
 
 
+@pytest.mark.scenario
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "faults"), SHORT, ids=[name for name, _ in SHORT])
 def test_short(name, faults, tmp_path, plain):

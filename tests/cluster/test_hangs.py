@@ -71,6 +71,7 @@ def exact(run: LiveRun) -> None:
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0), summary
 
 
+@pytest.mark.scenario
 def test_a_stopped_worker_and_a_busy_one_are_found_named_and_replaced(
     run: LiveRun, record_property: Record
 ) -> None:

@@ -32,6 +32,7 @@ def agents(run_dir):
     return {event["node"]: event["pid"] for event in events(run_dir, "agent.started")}
 
 
+@pytest.mark.scenario
 def test_a_node_and_the_coordinator_die_and_no_committed_step_is_redone(job, tmp_path):
     """Storage has only step 20 when the nodes die: memory has what they were at."""
     run_dir = tmp_path / "run"

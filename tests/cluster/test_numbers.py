@@ -61,6 +61,7 @@ def exact(run, steps=STEPS):
     assert (account.steps, account.lost, account.repeated) == (steps, 0, 0)
 
 
+@pytest.mark.scenario
 def test_a_batch_that_makes_no_number_is_skipped_and_again_after_a_recovery(tmp_path):
     run = job(tmp_path, faults="nan@6")
     with run.epoch(1, 2) as group:

@@ -64,6 +64,7 @@ OF_EXPERTS = tuple(
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "chosen",
     [FEW, OF_EXPERTS, pytest.param(SAMPLE, marks=pytest.mark.slow)],

@@ -179,6 +179,7 @@ def test_after_ctrl_c_and_after_the_launchers_death_the_run_goes_on(job, tmp_pat
     assert "nothing to do" in again.stdout
 
 
+@pytest.mark.scenario
 def test_all_nodes_die(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--nodes", "1", "--fault", "kill-node:0@3")

@@ -113,6 +113,7 @@ def losses(text):
     return {int(n): float(x) for n, x in re.findall(r"(?:epoch|step) (\d+) loss (\S+)", text)}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("how", "flags"),
     [

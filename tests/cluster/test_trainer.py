@@ -57,6 +57,7 @@ def exact(run, steps, redone=0):
     assert account.steps_redone == redone
 
 
+@pytest.mark.scenario
 def test_a_stopped_job_goes_on_with_the_next_batch_in_any_layout(tmp_path):
     run = elastic(tmp_path / "run")
     stopped = stop_after(run, 1, 2, 2)

@@ -133,6 +133,7 @@ def closed(schema):
     return out
 
 
+@pytest.mark.process
 def test_the_crds_take_all_of_it(documents):
     for each in documents:
         if each["kind"] in NAMES:

@@ -17,6 +17,7 @@ from launcher.runs.checkpoints.commits import RunCheckpoints
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.scenario
 def test_a_job_from_submit_to_its_end(user, slurm):
     Path("job.yaml").write_text(job_text(nodes=2, steps=6))
     out, _ = user("check", "job.yaml", "--to", "slurm", "--live")

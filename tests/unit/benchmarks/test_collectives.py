@@ -26,6 +26,7 @@ gradients (9) and the loss (2) are reduced.
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layout", COUNTS)
 def test_a_step_has_these_collectives_and_waits_for_the_device_once(load, layout):
     collectives = load("collectives")
@@ -35,6 +36,7 @@ def test_a_step_has_these_collectives_and_waits_for_the_device_once(load, layout
     assert found.syncs == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layout", ["dp8-pp1-cp1-tp1", "dp8-pp1-cp1-tp1-hsdp2"])
 def test_with_no_sync_each_group_is_reduced_once_a_step(load, layout):
     collectives = load("collectives")

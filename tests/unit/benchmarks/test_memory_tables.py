@@ -28,6 +28,7 @@ def error_of(memory_tracked, case):
     return case.predicted_bytes() / memory_tracked.tracked_bytes(case)["Total"] - 1
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_torch_counts_what_is_predicted(load):
     """Of the slow test's a small one: tp, pp and recompute, on the first stage."""

@@ -156,6 +156,7 @@ binding._get_numa_node_index_for_gpu_index = lambda gpu_index: [0, 0][gpu_index]
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("mode", ["node", "socket", "exclusive", "core-complex"])
 def test_workers_are_bound_as_pytorch_binds_them(mode, tmp_path, monkeypatch):
     from torch.numa import binding
@@ -181,6 +182,7 @@ def test_workers_are_bound_as_pytorch_binds_them(mode, tmp_path, monkeypatch):
     assert all(cpus <= os.sched_getaffinity(0) for cpus in bound)
 
 
+@pytest.mark.process
 def test_without_a_gpu_there_is_nothing_to_bind_to():
     with pytest.raises(ValueError, match=r"NVIDIA|CUDA"):
         numa_cpus("node", 1)

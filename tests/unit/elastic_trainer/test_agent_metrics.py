@@ -111,6 +111,7 @@ def test_a_port_that_is_taken_costs_the_metrics_alone(served, capsys):
     other.close()
 
 
+@pytest.mark.process
 def test_neither_agent_nor_zygote_imports_the_library():
     code = (
         "import sys, elastic_trainer.agent.node, elastic_trainer.worker.preload\n"

@@ -145,6 +145,7 @@ def test_a_file_system_without_hard_links_exits_93(
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("argv", "code", "key"),
     [
@@ -453,6 +454,7 @@ def test_the_job_file_says_which_level_is_the_failure_domain(
     assert parse([*argv, "--failure-domain", "x"], env).failure_domain == "x"
 
 
+@pytest.mark.process
 def test_modules_to_preload_come_from_the_flag_and_are_imported_before_a_fork(
     tmp_path: Path,
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_script_is_asked_by_sigterm(
     )
 
 
+@pytest.mark.process
 def test_exit_code_91_that_nobody_has_asked_for_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nsys.exit(91)\n")
     task = Task(kind="script", target=str(tmp_path / "script.py"), count_steps=False)
@@ -122,6 +123,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_a_script_is_asked_by_the_signal_that_it_handles(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(OTHER_SIGNAL)
     args = (str(tmp_path / "up.${local_rank}"),)
@@ -156,6 +158,7 @@ while True:
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"])
 def test_a_script_is_asked_by_the_signal_that_an_agent_got(tmp_path: Path, name: str) -> None:
     (tmp_path / "script.py").write_text(BY_NAME)
@@ -283,6 +286,7 @@ def of_script(folder: Path, name: str, *, epoch: int) -> list[dict[str, Any]]:
     return [each.fields for each in events if each and (each.event, each.epoch) == (name, epoch)]
 
 
+@pytest.mark.process
 def test_of_two_nodes_the_one_with_rank_0_sees_a_restart_from_scratch(tmp_path: Path) -> None:
     """Also the first time that it speaks: the node that did so before has left its record."""
     (tmp_path / "script.py").write_text(BEGINS_ANEW)
@@ -314,6 +318,7 @@ def test_of_two_nodes_the_one_with_rank_0_sees_a_restart_from_scratch(tmp_path: 
     assert (seen["from_scratch"], seen["stops"]) == (2, True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("before", "allowed", "count", "stops"),
     [(0, False, 1, False), (1, False, 2, True), (1, True, 2, False)],
@@ -342,6 +347,7 @@ def test_restarts_from_scratch_count_on_from_one_attempt_to_the_next(
         assert (newest.epoch, newest.from_scratch) == (4, 0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("newest", [None, 50])
 def test_a_script_that_ends_well_without_any_step_is_on_record(
     tmp_path: Path, newest: int | None

@@ -27,6 +27,7 @@ from elastic_trainer.worker.heartbeat import Heartbeat, Request
 __all__ = ["bench"]  # the fixture
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
 def test_a_signal_asks_for_a_stop_by_its_name_and_only_ctrl_c_later_leaves(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str
@@ -194,6 +195,7 @@ def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Ben
     assert len(asked) == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
 def test_a_signal_that_was_named_asks_for_a_stop(bench: Bench, name: str) -> None:
     bench.env["CHILD_ACT"] = "train"

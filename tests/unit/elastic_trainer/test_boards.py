@@ -61,6 +61,7 @@ def test_a_second_board_sees_what_the_first_wrote(boards):
     assert one.set_state(b"late", token) == (b"next", newer, False)
 
 
+@pytest.mark.process
 def test_torchelastics_own_rendezvous_meets_on_it(boards):
     """Boards are back ends of torchelastic: its DynamicRendezvousHandler knows nothing of ours."""
     store, found, handlers = HashStore(), [], []
@@ -78,6 +79,7 @@ def test_torchelastics_own_rendezvous_meets_on_it(boards):
     assert sorted(found) == [(0, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.process
 def test_eight_writers_lose_no_update(boards):
     def write() -> None:
         board = boards()

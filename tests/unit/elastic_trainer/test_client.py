@@ -194,6 +194,7 @@ def test_a_dead_jobs_run_is_taken_over(nodes):
         assert node.wait_for(EpochFormed).epoch > formed.epoch
 
 
+@pytest.mark.process
 def test_who_waits_for_a_dead_jobs_lease_leaves_the_board_alone(nodes, monkeypatch):
     """At most one read in two seconds, after the first few."""
     first = nodes("node0", nodes=2)
@@ -235,6 +236,7 @@ def test_the_last_step_ends_the_run(nodes):
     assert late.wait_for(JobStopped).code == 0
 
 
+@pytest.mark.process
 def test_joins_are_answered_while_storage_is_slow(nodes, tmp_path, monkeypatch):
     """40 agents join beside writes of 150 ms each, on the record and on the board."""
     slow_s, joins = 0.15, 40
@@ -399,6 +401,7 @@ def test_an_agent_that_cannot_prove_itself_never_joins(nodes, tmp_path, how):
     still_forms(group, formed)
 
 
+@pytest.mark.process
 def test_a_flood_of_half_open_connections_keeps_nobody_out(nodes, tmp_path):
     """Twice as many as the limiter lets in, and a member that comes in between."""
     group, formed = form(nodes, 3)

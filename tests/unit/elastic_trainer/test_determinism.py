@@ -32,5 +32,6 @@ def test_it_sets_what_torch_cublas_and_nccl_read_and_makes_no_cuda_context():
     )
 
 
+@pytest.mark.process
 def test_what_the_user_set_stays():
     in_a_process(SETTING + "assert os.environ['NCCL_NVLS_ENABLE'] == '1'", NCCL_NVLS_ENABLE="1")

@@ -44,6 +44,7 @@ def test_staging_into_warmed_buffers_takes_no_faults():
     assert cold > num_faults + 10  # huge pages, where a machine gives them unasked, are few
 
 
+@pytest.mark.process
 def test_a_save_that_comes_too_early_ends_the_warming_and_loses_nothing():
     for _ in range(5):
         live, stager = large(), Stager()
@@ -94,6 +95,7 @@ def tier(directory, world_size=1):
     return made, said
 
 
+@pytest.mark.process
 def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory, monkeypatch):
     made = threading.Event()  # however late this thread runs, the images are not ready before
     monkeypatch.setattr(image_writer, "fault_in", lambda *what: made.wait(60) and fault_in(*what))

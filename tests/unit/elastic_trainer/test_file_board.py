@@ -292,6 +292,7 @@ def replaced(state: BoardState, name: str) -> BoardState:
     return dataclasses.replace(state, epoch=state.epoch + 1, commits=(*state.commits, commit))
 
 
+@pytest.mark.process
 def test_writers_killed_at_any_moment_lose_nothing_they_were_told_of(tmp_path):
     """Each commit adds one entry: whatever a writer was told is there, once, in order."""
     fork = multiprocessing.get_context("fork")

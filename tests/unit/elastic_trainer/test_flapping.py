@@ -32,6 +32,7 @@ def flap(cluster: Cluster, node, *, dies: bool):
     return node
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("leads", [True, False])
 def test_one_flapping_node_costs_the_others_a_few_epochs_and_never_the_job(leads, dies):

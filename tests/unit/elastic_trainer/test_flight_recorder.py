@@ -317,6 +317,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("late", [-1, 3])
 def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, late: int) -> None:

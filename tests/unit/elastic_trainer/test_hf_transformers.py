@@ -73,6 +73,7 @@ def weights_of(shape):
             for name, t in random_weights(shape, torch.float32).items()}  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_an_export_gives_the_same_logits_in_transformers(tmp_path, shape):
     hf = write_hf(tmp_path / "hf", shape, weights_of(shape))

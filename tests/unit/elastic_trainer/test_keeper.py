@@ -227,6 +227,7 @@ def test_who_does_not_know_the_secret_is_cut_off(keeper: Keeper) -> None:
         assert link.held() == []
 
 
+@pytest.mark.process
 def test_who_says_nothing_is_cut_off_in_time(keeper: Keeper) -> None:
     with socket.create_connection((HOME, keeper.port), timeout=10) as sock:
         assert sock.recv(1) == b""

@@ -31,6 +31,7 @@ def megatron(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.mark.process
 def test_without_an_agent_the_steps_are_a_range(megatron):
     model = nn.Linear(2, 1)
     steps = megatron.Steps(3, [model], torch.optim.SGD(model.parameters()))

@@ -38,6 +38,7 @@ def play_seeds(first: int, count: int) -> None:
             raise
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("first", range(0, IN_TEST, A_TIME_IN_TEST))
 def test_random_plays(first):
     play_seeds(first, A_TIME_IN_TEST)

@@ -138,6 +138,7 @@ def reference(model, tokens):
     return norm(x, "norm.weight") @ weights["head.weight"].T
 
 
+@pytest.mark.process
 def test_the_decoder_computes_what_a_plain_one_does():
     model = build()
     with torch.no_grad():

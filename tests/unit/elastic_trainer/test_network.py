@@ -270,6 +270,7 @@ def test_a_dialed_end_that_does_not_prove_itself_never_opens(owners, answer):
             assert one.next() == ("closed", 2, False)
 
 
+@pytest.mark.process
 def test_who_is_slow_is_cut_off_and_the_others_are_served(owners):
     one = owners()
     one.endpoint.limiter._most, one.endpoint.limiter._patience_s = 20, 0.6
@@ -363,6 +364,7 @@ def test_no_stream_of_bytes_stops_the_thread(proved, chunks):
                 pass
 
 
+@pytest.mark.process
 def test_nothing_is_unpickled_from_a_socket_or_a_board():
     """Pickle is imported by the restricted reader of checkpoints alone; only scripts are run."""
     runs_scripts = "elastic_trainer/worker/fresh_process.py"

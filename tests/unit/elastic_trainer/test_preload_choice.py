@@ -77,6 +77,7 @@ sys.stdout.write(f"{len(calls)} {config.compile_threads}")
 """
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("device", "more", "found"),
@@ -122,6 +123,7 @@ sys.stdout.write(str(len(calls)))
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.11.", "2.12.")), reason="the trainer needs torch 2.13"
 )

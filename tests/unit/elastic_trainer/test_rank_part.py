@@ -124,6 +124,7 @@ def test_the_stages_of_405b_hold_its_parameters_once(row):
     assert (held[0], held[-1]) == (7 * block + table, 7 * block + table + shape.dim)
 
 
+@pytest.mark.process
 def test_405b_fits_where_it_was_trained():
     """A middle rank of the long-context row: 1/1,024 of a stage, and the gathered stage in bf16."""
     row = PAPER["16,384 GPUs, long"]
@@ -135,6 +136,7 @@ def test_405b_fits_where_it_was_trained():
     assert part.parameter_bytes + part.gradient_bytes + part.optimizer_bytes < 0.5e9
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "layout",
     [

@@ -93,6 +93,7 @@ def test_a_sealed_image_says_what_it_is(tmp_path: Path) -> None:
     image.close()
 
 
+@pytest.mark.process
 def test_every_damage_is_found(tmp_path: Path) -> None:
     write_image(tmp_path / "good")
     size = (tmp_path / "good").stat().st_size

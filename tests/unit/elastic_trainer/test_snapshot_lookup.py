@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,6 +194,7 @@ def test_what_a_rank_sends_does_not_grow_with_the_ranks() -> None:
     assert told * 16_384 > 1_000_000_000  # what each rank got when all told all
 
 
+@pytest.mark.process
 def test_what_an_owner_keeps_at_16384_ranks() -> None:
     """The mean over owners is what one rank sends; the worst has a few whole tensors' rows."""
     num_ranks = 16_384

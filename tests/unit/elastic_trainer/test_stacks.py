@@ -82,6 +82,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
+@pytest.mark.process
 def test_stacks_are_read_when_all_of_them_are_written_however_slowly(start: Start) -> None:
     target = start(ANSWERS + MANY_THREADS)
     for _ in range(4):
@@ -95,6 +96,7 @@ def test_stacks_are_read_when_all_of_them_are_written_however_slowly(start: Star
     assert signalled_path(target.heartbeat).read_bytes() == b""
 
 
+@pytest.mark.process
 def test_a_worker_whose_thread_cannot_answer_is_sent_a_signal(start: Start) -> None:
     target = start(ANSWERS + KEEPS_THE_LOCK)
     for _ in range(2):  # each time what it says then, and no more
@@ -104,6 +106,7 @@ def test_a_worker_whose_thread_cannot_answer_is_sent_a_signal(start: Start) -> N
         assert (said.count("in a_call_into_c"), said.count("in a_helper")) == (1, 1)
 
 
+@pytest.mark.process
 def test_who_cannot_be_asked_is_found(tmp_path: Path) -> None:
     heartbeat = tmp_path / "0.heartbeat"
     assert not ask(heartbeat)  # it has no pipe

@@ -84,6 +84,7 @@ def test_of_the_failures_of_an_epoch_the_first_has_its_last_lines(
     assert 1 <= said.count("\n  | ") <= 8
 
 
+@pytest.mark.process
 def test_the_coordinator_says_for_whom_it_waits(
     bench: Bench, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

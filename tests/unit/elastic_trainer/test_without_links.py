@@ -92,6 +92,7 @@ def events(run, name):
     return [event for line in lines if (event := Event.decode(line)) and event.event == name]
 
 
+@pytest.mark.process
 def test_a_run_with_board_and_secret_in_kubernetes_needs_no_link(folder, tmp_path):
     cert, context = authority(tmp_path / "account")
     (cert.parent / "token").write_text(FIRST_TOKEN)

@@ -70,6 +70,7 @@ def test_frozen_storage_holds_a_caller_up_once_and_the_lines_come_later(tmp_path
     os.close(fd)
 
 
+@pytest.mark.process
 def test_the_event_log_says_afterwards_that_storage_stalled(tmp_path, monkeypatch):
     monkeypatch.setattr(write_behind, "STALL_S", 0.0)
     log = EventLog(tmp_path, "w")

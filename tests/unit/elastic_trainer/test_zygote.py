@@ -311,6 +311,7 @@ def test_kill_all_reaps_stopped_workers_and_their_families(
     assert until_exited(workers)[0].code == 0
 
 
+@pytest.mark.process
 def test_kill_all_takes_back_what_waits_for_the_warm_up(tmp_path: Path) -> None:
     source = "import time\ntime.sleep(1.5)\ndef main(): return 0\n"
     (tmp_path / "slow_preload.py").write_text(source)
@@ -411,6 +412,7 @@ def test_what_cannot_be_preloaded_starts_fresh(tmp_path: Path, source: str, why:
         workers.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "user_script.py"
@@ -511,6 +513,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object,
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ENDS)
 def test_a_script_ends_as_under_python(
     endings: dict[str, tuple[object, list[str]]], tmp_path: Path, name: str
@@ -649,6 +652,7 @@ def test_the_end_of_a_zygote_is_found_out_while_its_workers_are_killed(
     assert again.code == 0
 
 
+@pytest.mark.process
 def test_a_daemon_that_cannot_be_killed_costs_the_node_its_place(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

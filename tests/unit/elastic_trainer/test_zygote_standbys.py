@@ -136,6 +136,7 @@ def test_each_epoch_has_new_ones(workers: Workers, tmp_path: Path) -> None:
     assert (started.pid, ended.code) == (second.pid, 0)
 
 
+@pytest.mark.process
 def test_a_script_has_one_that_has_imported_torch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

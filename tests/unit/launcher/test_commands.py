@@ -57,6 +57,7 @@ def test_the_path_is_that_of_the_given_environment(tmp_path):
     assert commands.run(["sbatch"], timeout_s=30.0).out == "mine\n"
 
 
+@pytest.mark.process
 def test_one_that_does_not_end_is_killed_with_its_children(tmp_path):
     pid_file = tmp_path / "pid"
     code = (

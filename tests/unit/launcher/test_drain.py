@@ -54,6 +54,7 @@ class Platform:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
 
+@pytest.mark.process
 def test_a_drain_tells_the_platform_and_is_on_record(tmp_path):
     platform, fleet = Platform(), Fleet(tmp_path / "fleet")
     about = {"reason": "fan", "now_unix": 1e9, "say": lambda _: None}

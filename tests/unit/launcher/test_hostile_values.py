@@ -330,6 +330,7 @@ def test_names_to_inherit_are_names(name, folder):
     assert script_or_codes({"env.inherit.0": name}, folder) == {"HF165"}
 
 
+@pytest.mark.process
 def test_the_installed_sbatch_reads_what_the_parse_above_reads(folder):
     if not has_sbatch():
         pytest.skip("sbatch is not installed: apt-get install slurm-client")

@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "numpy", "rich", "jinja2", "matplotlib", "elastic_trainer.agent", "kubernetes"}
 STARTS = """
@@ -32,6 +34,7 @@ def test_nobody_pays_for_what_is_not_used():
     assert not HEAVY & set(loaded.split())
 
 
+@pytest.mark.process
 def test_no_class_name_stands_twice():
     """A reader who looks for a class by its name finds one."""
     names = Counter(

@@ -266,6 +266,7 @@ def test_a_watch_goes_on_after_dropped_connections_and_forgotten_versions(api, s
     assert len(server.asked("limit=")) == 2, "listed anew once"
 
 
+@pytest.mark.process
 def test_a_watch_ends_in_time(api, server, waits):
     assert not watched(api, waits, for_s=0.2)
     server.says("GET", *[Reply(503, "away")] * 100)

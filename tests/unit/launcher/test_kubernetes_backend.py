@@ -75,6 +75,7 @@ def secrets_of(server):
     return [one for path, one in server.objects.items() if path.startswith(f"{SECRETS}/")]
 
 
+@pytest.mark.process
 def test_a_submission_makes_its_own_secret_and_reads_none(backend, server, run):
     files = with_secret(run)
     backend.submit(run, files)
@@ -104,6 +105,7 @@ def test_a_submission_makes_its_own_secret_and_reads_none(backend, server, run):
     assert former["metadata"]["name"] != now["metadata"]["name"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", [MAPS, SECRETS, ROOT])
 def test_of_a_submission_that_is_refused_no_secret_is_left(backend, server, run, path):
     server.replies.append((lambda call: call == f"POST {path}?fieldValidation=Strict", [QUOTA]))
@@ -240,6 +242,7 @@ def test_a_name_that_is_anothers_is_left_alone(backend, server, run):
     assert made(server) == ["tiny-1-job"]
 
 
+@pytest.mark.process
 def test_a_live_job_is_not_touched_and_an_ended_one_makes_room(backend, server, run):
     submit(backend, run, board=True)
     board = server.objects[f"{MAPS}/tiny-1-board"]["metadata"]
@@ -256,6 +259,7 @@ def test_a_live_job_is_not_touched_and_an_ended_one_makes_room(backend, server, 
     assert "status" not in server.objects[f"{ROOT}/tiny-1"]
 
 
+@pytest.mark.process
 def test_the_right_to_write_the_board_stays_as_the_board_does(backend, server, run):
     """Pods that save while their deleted job ends commit on it."""
     accounts = "/api/v1/namespaces/train/serviceaccounts"

@@ -215,6 +215,7 @@ def claim(backend, server, run, tmp_path):
     return lambda: backend.submit(run, files), there
 
 
+@pytest.mark.process
 def test_a_run_is_written_to_its_claim_fetched_from_it_and_told_to_stop(
     claim, backend, server, run
 ):

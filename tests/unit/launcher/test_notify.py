@@ -143,6 +143,7 @@ def test_what_is_refused_for_good_is_left_and_told(serve):
     assert server.bodies == [TWO.to_slack()]
 
 
+@pytest.mark.process
 def test_a_webhook_that_stalls_or_is_gone_is_told_without_its_address(serve, monkeypatch):
     monkeypatch.setattr(notifying, "ANSWER_S", 0.2)
     stalls = serve(*[None] * 50)
@@ -169,6 +170,7 @@ def test_only_what_is_new_is_told(tmp_path):
     assert [each.run for each in follower.poll()[0]] == ["two"]
 
 
+@pytest.mark.process
 def test_a_parked_run_is_told_of_within_the_minute_by_the_command(tmp_path, serve):
     server = serve(500)
     events = tmp_path / "one" / "events"

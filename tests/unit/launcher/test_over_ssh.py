@@ -265,6 +265,7 @@ def ask(capfd, *words, code=0):
     return out, err
 
 
+@pytest.mark.process
 def test_a_job_of_five_lines_is_submitted_watched_and_cancelled_there(site, capfd):
     out, err = ask(capfd, "submit", "job.yaml", "--site", "alps", "--run-dir", "runs/one", "--json")
     answer, run = json.loads(out), site.there / "runs/one"
@@ -298,12 +299,14 @@ def test_a_sweep_gives_a_command_the_values_that_the_job_file_leaves_out(site, c
     assert [job["command"][-1] for job in jobs] == ["1e-4", "3e-4"]
 
 
+@pytest.mark.process
 def test_the_same_files_are_kept_once_there(site, capfd):
     for name in ("one", "two"):
         ask(capfd, "submit", "job.yaml", "--site", "alps", "--run-dir", f"runs/{name}")
     assert len(list((site.there / "sent").iterdir())) == 1
 
 
+@pytest.mark.process
 def test_what_is_wrong_is_found_here_or_said_from_there(site, host, capfd):
     before = host.calls.read_text() if host.calls.exists() else ""
     out, _ = ask(capfd, "check", "job.yaml", "--site", "alps", "--set", "x=1", "--json", code=2)
@@ -319,6 +322,7 @@ def test_what_is_wrong_is_found_here_or_said_from_there(site, host, capfd):
     assert not (site.there / "runs").exists()
 
 
+@pytest.mark.process
 def test_check_plan_and_render_see_the_other_place(site, capfd):
     for command in ("check", "plan"):
         ask(capfd, command, "job.yaml", "--site", "alps")
@@ -338,6 +342,7 @@ def test_a_site_that_cannot_be_used(site, capfd, name, code, words):
     assert [problem["code"] for problem in json.loads(out)["problems"]] == [code]
 
 
+@pytest.mark.process
 def test_a_site_with_another_version(site, capfd, monkeypatch):
     assert installed_version() != "9.9"
     monkeypatch.setattr(over_ssh, "installed_version", lambda: "9.9")
@@ -370,6 +375,7 @@ def followed(site, capfd):
     return {**os.environ, "PYTHONPATH": str(ROOT)}, lambda: there(str(site.folder.parent))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_there_when_a_command_ends_here(followed, how):
     env, runs = followed
@@ -381,6 +387,7 @@ def test_nothing_is_left_there_when_a_command_ends_here(followed, how):
     until(lambda: not runs())
 
 
+@pytest.mark.process
 def test_on_a_terminal_a_command_has_one_there_and_ctrl_c_goes_through(followed, host):
     env, runs = followed
     ours, its = os.openpty()

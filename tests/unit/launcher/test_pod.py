@@ -252,6 +252,7 @@ def test_a_live_coordinator_keeps_a_job_whose_other_pods_fail(world):
     assert world.end(process)[0] == 143
 
 
+@pytest.mark.process
 def test_the_lease_of_a_dead_coordinator_keeps_no_job(world):
     fail_before(world, count=10)
     world.lease("llama-0.0")
@@ -300,6 +301,7 @@ def test_sigterm_is_passed_on_once_as_this_pod_s(world):
     assert world.heard() == [signal.SIGTERM]
 
 
+@pytest.mark.process
 def test_after_a_cancel_sigterm_means_the_whole_job_again_and_again(world):
     world.lease("llama-0.0")  # it goes on: pods that come now are not refused
     process = world.start(listens=False, until=signal.SIGTERM, after_s=3.0, code=91)

@@ -112,6 +112,7 @@ def kill(pid):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(100)
 def test_healthy_nodes_are_fit_and_nothing_is_left(tmp_path):
     with preflight(tmp_path, "--nodes", "3", "--json") as process:
@@ -123,6 +124,7 @@ def test_healthy_nodes_are_fit_and_nothing_is_left(tmp_path):
     assert not (tmp_path / "files").exists()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(100)
 def test_an_interrupt_leaves_no_process(tmp_path):
     with preflight(tmp_path, "--nodes", "4") as process:

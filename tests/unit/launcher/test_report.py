@@ -229,6 +229,7 @@ def test_steps_as_csv(runs):
     assert rows[0]["mfu"] == ""
 
 
+@pytest.mark.process
 def test_a_page_reloads_while_its_run_lives(runs, monkeypatch):
     path = runs / "one" / "events" / "a.jsonl"
     path.write_text("".join(event.encode() for event in storm().events[:-2]))

@@ -45,6 +45,7 @@ def test_the_schema_describes_every_key():
             )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [{}, {"command": None}, {"command": "train.py --tp {tp}"}])
 def test_schema_and_program_agree_on_what_may_be_left_out(command):
     kinds = {

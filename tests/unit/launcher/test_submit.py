@@ -103,6 +103,7 @@ def test_what_sbatch_refuses_leaves_nothing_behind(fresh, capsys, said, told):
     assert told in refused(capsys, "--run-dir", "mine")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_who_is_ended_while_sbatch_runs_leaves_nothing_behind(fresh, number):
     (fresh.folder / "wait").touch()

@@ -173,6 +173,7 @@ def places_in(value, path=()):
         yield from places_in(each, (*path, key))
 
 
+@pytest.mark.process
 def test_a_manifest_of_another_shape_is_refused_or_wrapped_and_nothing_else():
     whole = yaml.safe_load(PLAIN)
     pod = whole["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
