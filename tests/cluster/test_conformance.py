@@ -13,9 +13,12 @@ from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent.command.flags import CONF_TORCH, CONF_UNUSED
 
-pytestmark = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."), reason="the page is of PyTorch 2.13"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.__version__.startswith("2.13."), reason="the page is of PyTorch 2.13"
+    ),
+    pytest.mark.scenario,
+]
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 
 
