@@ -125,6 +125,7 @@ def test_the_job_s_end_decides_and_not_the_agent_s(world, agent, board, code):
         world.ended(board["ended"])
     elif board:
         world.put(**board)
+    until(world.who.agent_file.exists)  # the agent may have begun before its parent goes on
     os.kill(int(world.who.agent_file.read_text()), signal.SIGTERM)  # the agent ends by itself
     found, output = world.end(process)
     assert found == code, output
