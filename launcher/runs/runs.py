@@ -155,6 +155,12 @@ def find_run(name: str, folder: Path) -> StoredRun:
     if found:
         listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
         raise UserError("HF651", f"{name} means several runs: {listed}; name one")
+    if (Path(name) / "events").is_dir():
+        raise UserError(
+            "HF613",
+            f"{name} is the folder of agents without a job file, no run directory; "
+            f"`holdfast doctor {name}` says what failed first",
+        )
     raise UserError(
         "HF613", f"{name} is neither a run directory nor a run in {folder}; see `holdfast list`"
     )

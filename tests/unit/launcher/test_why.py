@@ -23,6 +23,7 @@ from launcher.platforms.base import (
 from launcher.record.status import TrainingStatus
 from launcher.runs.runs import StoredRun, find_run
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses
+from launcher.spec.errors import UserError
 
 
 def status_of(tmp_path: Path, stream: Stream, code: int) -> RunStatus:
@@ -206,3 +207,9 @@ def test_a_parked_run_says_which_numbers_of_nodes_cannot_run_it(tmp_path):
     )
     why = explain(parked, (), now_unix=stream.t)
     assert any("AssertionError" in line for line in why.more)
+
+
+def test_a_folder_of_agents_without_a_job_file_is_no_run_but_doctor_reads_it(tmp_path):
+    (tmp_path / "events").mkdir()
+    with pytest.raises(UserError, match=f"HF613 .*`holdfast doctor {tmp_path}`"):
+        find_run(str(tmp_path), Path("runs"))
