@@ -96,6 +96,8 @@ class Scripts:
         """This node has rank 0, so it speaks for the script."""
         self._begun: dict[int, Beat] = {}
         """Local rank -> its newest reading, of those that have shown a step in this epoch."""
+        self._reached = 0
+        """The newest step of this node's workers in this epoch."""
         self._was: Shown | None = None
         self._now: Shown | None = None
         """What the script has shown in the last epoch that showed any, and in this one. Kept only
@@ -142,6 +144,7 @@ class Scripts:
         after a requeue, or did not speak for the script, from the record.
         """
         known, self._epoch = self._epoch == epoch - 1, epoch
+        reached, self._reached = self._reached, 0
         heard, self._speaks = known and self._speaks, speaks
         self._was, self._now = self._now or self._was, None
         self._begun, self._compared = {}, False
@@ -154,6 +157,9 @@ class Scripts:
             # It is for people to read: storage that fails now must not stop a script.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 self._was = newest_shown(self._record_dir)
+                if known and self._was is not None and self._was.epoch == epoch - 1:
+                    # Who spoke puts steps on record once a second, and may have died since.
+                    self._was = replace(self._was, step=max(self._was.step, reached))
                 if not known:
                     self._newest = self._was.step if self._was is not None else 0
         self._before = self._newest
@@ -164,6 +170,7 @@ class Scripts:
             first = self._before + beat.first
             beat = replace(beat, step=self._before + beat.step, first=first, from_start=False)
         self._newest = max(self._newest, beat.step)
+        self._reached = max(self._reached, beat.step)
         return beat
 
     def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:

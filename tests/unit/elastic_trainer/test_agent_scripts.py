@@ -22,7 +22,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersFailed,
     WorkersRunning,
 )
-from elastic_trainer.agent.membership.tasks import Task
+from elastic_trainer.agent.membership.tasks import Launch, Task
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.workers.group import worker_spec
 from elastic_trainer.agent.workers.scripts import Scripts
@@ -32,8 +32,8 @@ from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Action, Kind
-from elastic_trainer.record.script_steps import WRITER, newest_shown, newest_step
-from elastic_trainer.worker.heartbeat import Request
+from elastic_trainer.record.script_steps import WRITER, StepSource, newest_shown, newest_step
+from elastic_trainer.worker.heartbeat import Beat, Request, Section
 
 HANDLER = """
 import signal, sys, time
@@ -316,6 +316,37 @@ def test_of_two_nodes_the_one_with_rank_0_sees_a_restart_from_scratch(tmp_path: 
     assert not of_script(tmp_path, "script.restarted", epoch=3), "rank 0 is on another node"
     (seen,) = of_script(tmp_path, "script.restarted", epoch=4)
     assert (seen["from_scratch"], seen["stops"]) == (2, True)
+
+
+def test_steps_that_only_this_node_has_seen_count_where_the_one_that_spoke_is_gone(
+    tmp_path: Path,
+) -> None:
+    """It puts them on record once a second, so those of its last moments are not there."""
+    log = EventLog(tmp_path, f"{WRITER}n0", node="n0", epoch=1)
+    log.emit("script.progress", step=5, first=1, origin=1, by="optimizer")
+    log.close()
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+    said: list[str] = []
+    task = Task(kind="script", target="script.py")
+    scripts = Scripts(task, shown, say=said.append, shown=shown, record_dir=tmp_path)
+
+    def begin(epoch: int, rank: int, step: int) -> None:
+        files = {name: tmp_path / name for name in ("log", "heartbeat", "error_file")}
+        scripts.begin(
+            a.formed(epoch, a.OTHER, a.ME), [Launch(local_rank=0, rank=rank, env={}, **files)]
+        )
+        beat = Beat(
+            step=step, section=Section.STEP, counter=step, committed_step=-1, first=1,
+            source=StepSource.OPTIMIZER,
+        )  # fmt: skip
+        scripts.look_back(scripts.beats(epoch, {0: beat}))
+
+    begin(1, rank=1, step=18)
+    begin(2, rank=0, step=6)
+    shown.close()
+    (seen,) = of_script(tmp_path, "script.restarted", epoch=2)
+    assert (seen["newest"], seen["redone"], seen["from_scratch"]) == (18, 18, 1)
+    assert len(said) == 1
 
 
 @pytest.mark.process
