@@ -25,6 +25,7 @@ from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
@@ -106,10 +107,7 @@ def _run(options: Options) -> int:
     env = _environment(options, address)
     with contextlib.ExitStack() as stack:
         # First of all: later this process has threads, and what has threads cannot be forked.
-        task = options.task
-        zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
-        open_files()  # scripts keep the limit that the user has set
-        workers = Workers(task, env=env, zygote=zygote)
+        workers = _workers(options.task, env)
         stack.callback(workers.close)
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
@@ -141,7 +139,7 @@ def _run(options: Options) -> int:
             _agent_config(options, rendezvous, scratch, secret_dir, gpus=_seen(gpus), bound=bound),
             worker_spec(
                 rendezvous,
-                task.target,
+                options.task.target,
                 workers=options.workers,
                 max_restarts=options.elastic.max_restarts,
                 role=options.role,
@@ -188,6 +186,12 @@ def _network(options: Options) -> tuple[str, range]:
                 "another one, or leave it out",
             ) from error
     return address, ports
+
+
+def _workers(task: Task, env: dict[str, str]) -> Workers:
+    zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
+    open_files()  # scripts keep the limit that the user has set
+    return Workers(task, env=env, zygote=zygote)
 
 
 def _secret(options: Options, scratch: Scratch) -> tuple[Path, Secret]:
