@@ -136,7 +136,7 @@ EVENTS: Final[dict[str, str]] = {
         "A step of Slurm's ended without its agents' word, as when its node reboots; they are "
         "started again there; `alone` where no other agent is left. nodes, code, alone"
     ),
-    "run.ended": "All agents are gone. code",
+    "run.ended": "All agents are gone, or none can start. code, reason",
 }
 """Event name -> what it says and which extra fields it has."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NewType, Protocol, runtime_checkable
 
@@ -100,6 +100,11 @@ class JobStatus:
     None: it has not, or the node has been well for long since."""
     suspended: bool = False
     """Its processes are stopped where they are; the platform can let them continue."""
+    failed_starts: Mapping[str, str] = field(default_factory=dict)
+    """Node -> id of the container that could not be started there, where the platform tries again
+    without limit. The next try has another id."""
+    num_nodes: int = 0
+    """How many nodes it is to have; 0: not known."""
     batch_host: str = ""
     """Of its nodes the one that runs the batch script, lost or not; empty: there is none."""
     restarts: int | None = None

@@ -5,6 +5,7 @@ The launcher does not see the pods' storage here, as on a laptop: everything goe
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def test_a_job_that_would_fail_again_ends_and_says_why(user, cluster, corpus, ki
     assert found["platform"]["code"] == 93
     told = user.json("why", "one")
     assert (told["state"], "nowhere.txt" in str(told)) == ("failed", True)
+
+
+def test_a_job_none_of_whose_containers_can_start_is_cancelled_by_who_watches_it(user, cluster):
+    """A PyTorchJob has no limit of its own for them."""
+    cluster.need("pytorchjob")
+    name, over = "volumes: [{name: over, emptyDir: {}}]", f"mountPath: {sys.prefix}"
+    hidden = f"{{{name}, containers: [{{name: pytorch, volumeMounts: [{{name: over, {over}}}]}}]}}"
+    patch = f"kubernetes.pod_patch={hidden}"
+    _, err = user.submit("data.path=/holdfast/c.txt", patch, nodes=2, more=(*RUN, "--watch"), code=1)
+    assert ("HF676" in err, user.json("status", "one")["training"]["code"]) == (True, 93)
+    assert not cluster.list("pytorchjobs")
 
 
 def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corpus):

@@ -259,11 +259,23 @@ def is_alive(pod: Mapping[str, Any]) -> bool:
 
 def has_started(pod: Mapping[str, Any]) -> bool:
     """Whether its agent runs or has run: only then can it have something to save."""
-    status = agent_status(pod)
-    states = {**(status.get("lastState") or {}), **(status.get("state") or {})}
-    if (states.get("terminated") or {}).get("reason") in NEVER_RAN and "running" not in states:
+    states = _states(pod)
+    if never_ran(pod):
         return False
     return phase_of(pod) != "Pending" or "running" in states or "terminated" in states
+
+
+def never_ran(pod: Mapping[str, Any]) -> bool:
+    """Whether its container could not be started."""
+    states = _states(pod)
+    ended = states.get("terminated") or {}
+    return ended.get("reason") in NEVER_RAN and "running" not in states
+
+
+def _states(pod: Mapping[str, Any]) -> Object:
+    """Return the agent's last and present state by their names: waiting, running, terminated."""
+    status = agent_status(pod)
+    return {**(status.get("lastState") or {}), **(status.get("state") or {})}
 
 
 def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:

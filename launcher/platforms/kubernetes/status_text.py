@@ -32,6 +32,7 @@ from launcher.platforms.kubernetes.pods import (
     listed,
     made_at,
     name_of,
+    never_ran,
     phase_of,
     runs,
     text_of,
@@ -297,8 +298,15 @@ def _pending(seen: ApiView, troubles: Sequence[Trouble], known: dict[str, Any]) 
         reason, words = "ContainerCreating", "its pods are being started"
     else:
         reason, words = "", "its controller has not made its pods yet"
-    known = {**known, "started": None}
+    known |= {"started": None, "failed_starts": _failed_starts(seen), "num_nodes": seen.num_pods}
     return JobStatus(state=JobState.PENDING, reason=reason, words=words, **known)
+
+
+def _failed_starts(seen: ApiView) -> dict[str, str]:
+    """Return name -> UID of the pods whose container never ran, where nothing bounds the tries."""
+    if seen.job is None or seen.job["kind"] != "PyTorchJob":
+        return {}
+    return {name_of(pod): str(pod["metadata"].get("uid")) for pod in seen.pods if never_ran(pod)}
 
 
 def _in_queue(seen: ApiView, queue: str, suspended: Object | None) -> tuple[str, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from launcher.platforms.base import (
     EXIT_TEXTS,
     NO_SUCH_JOB,
@@ -19,7 +21,7 @@ from launcher.platforms.base import (
     JobStatus,
     state_of,
 )
-from launcher.record.files import RunRecord
+from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
@@ -32,6 +34,9 @@ from launcher.spec.errors import PlatformError
 
 _MISSING = 3
 """So many answers in a row that there is no such job: it has gone from the platform's memory."""
+_MOST_FAILED_STARTS = 10
+"""A job that the platform starts again without limit is cancelled when so many containers in a row
+could not be started on each of its nodes, and none ran."""
 _CHANGED_S = 1.0
 """A platform that says that something has changed is asked after this, not more often."""
 
@@ -62,6 +67,7 @@ class Watch:
     _trouble: str = ""
     _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
+    _failed_starts: set[tuple[str, str]] = field(default_factory=set)
 
     def logs(self, reader: LogReader) -> Iterator[list[Line]]:
         """Yield what is logged until the job has ended, over all its requeues."""
@@ -98,6 +104,7 @@ class Watch:
             while True:
                 changed.clear()
                 status = self._ask()
+                self._end_if_none_starts(status)
                 missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
                 if status.state.is_final or missing >= _MISSING:
                     self._fetch(now=True)
@@ -109,6 +116,31 @@ class Watch:
                     self._fetch()
                     yield False
                     self.sleep(self.look_s)
+
+    def _end_if_none_starts(self, status: JobStatus) -> None:
+        """Cancel a job whose containers never start, which the platform would try for ever.
+
+        Raises:
+            UserError, PlatformError: it cannot be cancelled.
+            OSError: the run directory cannot be written.
+        """
+        self._failed_starts.update(status.failed_starts.items())
+        if status.state is JobState.RUNNING:
+            self._failed_starts.clear()
+        starts = Counter(node for node, _ in self._failed_starts)
+        hopeless = sum(count >= _MOST_FAILED_STARTS for count in starts.values())
+        if not status.failed_starts or hopeless < max(status.num_nodes, 1):
+            return
+        self._failed_starts.clear()
+        reason = (
+            f"HF676 {starts.total()} containers in a row could not be started, and none ran "
+            f"({status.reason}); the job was cancelled"
+        )
+        self.backend.cancel(current_job(self.run))
+        LauncherLog(self.run.path, f"watch-{int(self.wall())}", wall=self.wall).emit(
+            "run.ended", code=EXIT_DO_NOT_RESTART, reason=reason
+        )
+        self.say(reason)
 
     def _noticing(self) -> AbstractContextManager[threading.Event]:
         """Return what tells that the platform should be asked now."""

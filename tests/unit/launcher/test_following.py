@@ -13,6 +13,7 @@ from slurm_bench import as_json, asked, cli, fresh, slurm, submit, trains, worke
 
 from launcher.platforms.base import NO_SUCH_JOB, JobState, JobStatus
 from launcher.record import stop_request
+from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import find_runs
 from launcher.runs.submitting import cancelling
 from launcher.runs.watching import watch
@@ -75,7 +76,7 @@ class Answers:
     name = "slurm"
 
     def __init__(self, *statuses):
-        self.left, self.asked_to_save = list(statuses), 0
+        self.left, self.asked_to_save, self.cancelled = list(statuses), 0, 0
 
     def fetch(self, job):
         pass
@@ -83,6 +84,9 @@ class Answers:
     def ask_to_save(self, job):
         self.asked_to_save += 1
         return True
+
+    def cancel(self, job):
+        self.cancelled, self.left = self.cancelled + 1, [FORGOTTEN]
 
     def status(self, jobs):
         told = self.left.pop(0) if len(self.left) > 1 else self.left[0]
@@ -110,6 +114,35 @@ def test_a_job_between_two_attempts_has_not_ended(slurm, told, end):
     watched = watch.Watch(run=run, backend=Answers(*told), say=said.append, ask_s=0.0, look_s=0.0)
     list(watched.logs(LogReader(run.path, Selection())))
     assert (said[0], said[-1]) == ("running", end)
+
+
+def start(n, *nodes, state=JobState.PENDING):
+    starts = {node: f"{node}-{n}" for node in nodes}
+    return JobStatus(state=state, reason="StartError: no", failed_starts=starts, num_nodes=2)
+
+
+BOTH, ONE = ("a", "b"), ("a",)
+
+
+@pytest.mark.parametrize(
+    ("told", "ends"),
+    [
+        ([start(n, *BOTH) for n in range(10)], True),
+        ([start(n, *BOTH) for n in range(9)], False),
+        ([start(0, *BOTH)] * 20, False),
+        ([start(n, *ONE) for n in range(20)], False),
+        ([*(start(n, *BOTH) for n in range(9)), RUNNING, start(10, *BOTH)], False),
+        ([start(n, *(BOTH if n % 2 else ("b",))) for n in range(20)], True),
+    ],
+    ids=["ten-each", "nine-each", "seen-again", "one-of-two", "ran-since", "now-and-then"],
+)
+def test_a_job_whose_containers_never_start_is_cancelled(slurm, told, ends):
+    [run] = find_runs(Path("runs"))
+    answers, said = Answers(*told, DONE), []
+    watched = watch.Watch(run=run, backend=answers, say=said.append, ask_s=0.0, look_s=0.0)
+    watched.wait()
+    assert (answers.cancelled, said[-1].split(":")[0]) == ((1, "failed") if ends else (0, "done"))
+    assert run_dirs.read_training(run.path).code == (93 if ends else None)
 
 
 def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):

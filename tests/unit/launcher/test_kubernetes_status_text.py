@@ -217,6 +217,8 @@ def test_a_container_that_cannot_start_is_no_pod_being_started():
     )
     assert "kubernetes.python" in found.words
     assert "without end" in found.words, "no limit of a PyTorchJob counts it"
+    assert found.failed_starts == {name_of(end): end["metadata"]["uid"] for end in ends}
+    assert found.num_nodes == 2
     ends[0]["status"]["phase"] = "Pending"  # for a moment
     assert told(restarts, ends, num_pods=2).reason == f"StartError: {EXEC}"
     message = f"Error pod tiny-worker-1 container pytorch exitCode: 128 terminated message: {EXEC}"
