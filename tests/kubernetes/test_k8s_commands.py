@@ -53,7 +53,8 @@ def test_a_job_none_of_whose_containers_can_start_is_cancelled_by_who_watches_it
     name, over = "volumes: [{name: over, emptyDir: {}}]", f"mountPath: {sys.prefix}"
     hidden = f"{{{name}, containers: [{{name: pytorch, volumeMounts: [{{name: over, {over}}}]}}]}}"
     patch = f"kubernetes.pod_patch={hidden}"
-    _, err = user.submit("data.path=/holdfast/c.txt", patch, nodes=2, more=(*RUN, "--watch"), code=1)
+    more = (*RUN, "--watch")
+    _, err = user.submit("data.path=/holdfast/c.txt", patch, nodes=2, more=more, code=1)
     assert ("HF676" in err, user.json("status", "one")["training"]["code"]) == (True, 93)
     assert not cluster.list("pytorchjobs")
 
