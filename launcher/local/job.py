@@ -84,6 +84,8 @@ class AttemptResult:
     def is_user_error(self) -> bool:
         """Whether it failed by a user error: the same run would fail again."""
         kind = self.why.failure["kind"] if self.why.failure else Kind.USER_ERROR
+        if "HF523" in self.why.short:  # the run directory was lost
+            return False
         return self.code == EXIT_DO_NOT_RESTART and kind == Kind.USER_ERROR
 
 

@@ -153,11 +153,18 @@ def test_the_code_of_a_local_job(codes, stopped_with, code):
     assert job_code(codes, stream.events) == code
 
 
+def refused(code, reason):
+    stream = Stream().start()
+    stream.add("job.stopped", code=code, reason=reason)
+    return stream
+
+
 @pytest.mark.parametrize(
     ("stream", "code", "is_user_error"),
     [
         (failed("user_error"), 93, True),
         (Stream().start(), 93, True),  # no worker failed: a run that another job holds
+        (refused(93, "HF523 no epoch can begin"), 93, False),
         (failed("crash"), 93, False),
         (failed("user_error"), 94, False),
     ],
