@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
+from itertools import chain
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
 from order import dealt
 
@@ -50,3 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:
         items[:] = dealt([(item.nodeid.partition("::")[0], item) for item in items], num_workers)
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Show where the time went, by folder."""
+    seconds: Counter[str] = Counter()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
+    terminalreporter.write_sep("=", "seconds by folder, of all workers together")
+    for folder, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:8.1f} {folder}")
