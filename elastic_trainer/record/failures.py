@@ -248,8 +248,20 @@ _KIND_OF: Final[Mapping[int, Kind]] = {
     signals.SIGSEGV: Kind.FAULT,
     signals.SIGFPE: Kind.FAULT,
     signals.SIGILL: Kind.FAULT,
-    signals.SIGTRAP: Kind.CRASH,
-    signals.SIGSYS: Kind.CRASH,
+    **dict.fromkeys(
+        (
+            signals.SIGTRAP,
+            signals.SIGSYS,
+            signals.SIGINT,  # an uncaught KeyboardInterrupt: an agent's own Ctrl-C stops the job
+            signals.SIGPIPE,
+            signals.SIGALRM,
+            signals.SIGVTALRM,
+            signals.SIGPROF,
+            signals.SIGXCPU,
+            signals.SIGXFSZ,
+        ),
+        Kind.CRASH,  # the program's own timers, limits and pipes
+    ),
 }
 
 

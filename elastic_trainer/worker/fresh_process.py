@@ -164,12 +164,13 @@ def _run(kind: str, target: str, args: Sequence[str]) -> None:
     if kind == "module":
         _look_first_in(os.getcwd())  # noqa: PTH109  as Python has it
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # noqa: SLF001  as -m does
-    elif pkgutil.get_importer(target) is not None:  # a directory or an archive
-        sys.path.insert(0, target)
+        return
+    file = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118  links and ./ stay
+    if pkgutil.get_importer(file) is not None:  # a directory or an archive
+        sys.path.insert(0, file)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001
     else:
         _look_first_in(str(Path(target).resolve().parent))
-        file = os.path.abspath(target)  # noqa: PTH100  links stay
         code = _code_of(file)
         main.__dict__.update(__file__=file, __cached__=None)
         main.__loader__ = SourceFileLoader("__main__", file)

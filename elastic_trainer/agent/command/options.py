@@ -385,7 +385,7 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         )
     if kind == "module" and target == DEFAULT_PRELOAD:
         kind = "main"
-    if kind == "script" and not (cwd / target).is_file():
+    if kind == "script" and not (cwd / target).exists():  # Python runs folders and archives, too
         raise OptionsError(
             "HF503",
             f"there is no script {target} on this node (working directory {cwd}); fix the "

@@ -286,6 +286,8 @@ def test_another_interpreter_is_started_for_each_worker(tmp_path: Path) -> None:
     assert (task.kind, task.target, task.args) == ("command", python, ("-u", script, "-x"))
     task = parse([*argv, "-m", "pkg", "-x"], {"PYTHON_EXEC": python}).task
     assert (task.kind, task.target, task.args) == ("command", python, ("-u", "-m", "pkg", "-x"))
+    (tmp_path / "package").mkdir()
+    assert parse([*argv, str(tmp_path / "package")], {}).task.kind == "script", "python runs it"
     for others, env in (
         (["--run-path", "--no-python"], {"PYTHON_EXEC": python}),  # as torchrun: it goes first
         ([], {"PYTHON_EXEC": sys.executable}),

@@ -126,6 +126,8 @@ def test_exceptions_mean_the_same_from_a_record_and_from_a_log(
         (signal.SIGSEGV, "Fatal Python error: Segmentation fault\n", Kind.FAULT),
         (signal.SIGILL, "", Kind.FAULT),
         (signal.SIGSYS, "", Kind.CRASH),
+        (signal.SIGALRM, "", Kind.CRASH),
+        (signal.SIGINT, "KeyboardInterrupt\n", Kind.CRASH),
         (signal.SIGBUS, "", Kind.OUT_OF_MEMORY),
         (signal.SIGABRT, "", Kind.CRASH),
         (

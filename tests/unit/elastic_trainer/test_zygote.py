@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -434,6 +436,24 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
     assert ended.code == 0, (tmp_path / "logs" / "0.log").read_text()
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()[1:]
     assert lines == ["['--flag', 'a b']", "late thread", "at exit"]
+
+
+@pytest.mark.parametrize("target", ["./link.py", "folder", "./folder/", "app.zip", "folder/.."])
+def test_what_python_runs_as_a_script_sees_itself_as_under_python(tmp_path, target):
+    (tmp_path / "folder").mkdir()
+    text = "import sys, helper\nprint(__file__, sys.argv, sys.path[0], __spec__ and __spec__.name)"
+    for name, lines in (("__main__.py", text), ("helper.py", "")):
+        (tmp_path / "folder" / name).write_text(lines)
+        (tmp_path / name).write_text(lines)
+    (tmp_path / "link.py").symlink_to("folder/__main__.py")
+    shutil.make_archive(str(tmp_path / "app"), "zip", tmp_path / "folder")
+    run = partial(subprocess.check_output, cwd=tmp_path, env=base_env(), text=True)
+    runner = (
+        f"import sys; sys.path[:0] = [{str(REPO)!r}]\n"
+        "from elastic_trainer.worker.fresh_process import run_as_main\n"
+        f"del sys.path[:2]\nsys.exit(run_as_main('script', {target!r}, ['-x'], failed=print))\n"
+    )
+    assert run([sys.executable, "-c", runner]) == run([sys.executable, "-u", target, "-x"])
 
 
 ENDS = {
