@@ -260,7 +260,7 @@ def test_a_second_agent_of_the_same_name_is_told_so(terminal):
 GOES_ON = """
 import os, sys, time
 from pathlib import Path
-rank, epoch = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+rank, epoch = os.environ["RANK"], os.environ["HOLDFAST_EPOCH"]
 Path(f"up.{rank}.{epoch}").write_text(str(os.getpid()))
 while not Path(f"end.{epoch}").exists():
     time.sleep(0.02)

@@ -42,7 +42,7 @@ def until_the_kernel_kills():
 
 if os.environ["HOLDFAST_NODE"] != "n1":
     time.sleep(60)
-epoch = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+epoch = int(os.environ["HOLDFAST_EPOCH"])
 if epoch == 1:
     raise ValueError("3 labels for 4 rows")
 (with_error_file if epoch == 2 else until_the_kernel_kills)()

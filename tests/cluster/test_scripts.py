@@ -423,7 +423,7 @@ optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 for step in range(15):
     optimizer.step()
     time.sleep(0.05)  # the agent sees more than one: the start is over
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and step == 9:
+    if os.environ["HOLDFAST_EPOCH"] == "1" and step == 9:
         while True:
             pass  # busy, and gets nowhere
 time.sleep(2.5)  # longer than the ceiling is said to be, but it has begun to leave

@@ -85,7 +85,7 @@ def _launch(
         "ROLE_WORLD_SIZE": worker.role_world_size,
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": group.master_port,
-        "TORCHELASTIC_RESTART_COUNT": formed.epoch,
+        "TORCHELASTIC_RESTART_COUNT": formed.epoch - 1,
         "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
         "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": True,

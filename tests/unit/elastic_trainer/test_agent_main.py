@@ -28,7 +28,7 @@ dist.init_process_group("gloo")
 assert "OMP_NUM_THREADS" not in os.environ  # as under torchrun with one worker a node
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 assert soft == 512 < hard  # as it was started, though its agent has raised its own
-here, epoch = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+here, epoch = Path(sys.argv[1]), os.environ["HOLDFAST_EPOCH"]
 total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
 Path(here / f"{epoch}.{dist.get_rank()}").write_text(f"{dist.get_world_size()} {total.item():g}")
