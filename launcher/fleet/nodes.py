@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic_trainer.plan.gpus import uuids_in
 from launcher.fleet.ledger import Fleet, writer
-from launcher.fleet.preflight.checks import Expected, NodeReport
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
+from launcher.fleet.preflight.report import Expected, NodeReport
 from launcher.platforms.base import Backend, Machine, Machines
 from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
 from launcher.spec.errors import UserError
