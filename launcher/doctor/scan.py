@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elastic_trainer.record.signatures import Rank, Signature, signatures
-from launcher.doctor.literals import compiled, names_numbers
+from launcher.doctor.literals import literals_of, names_numbers
 
 if TYPE_CHECKING:
     from ahocorasick_rs import BytesAhoCorasick
@@ -188,7 +188,11 @@ class _Search:
 
 @functools.cache
 def _index() -> dict[str, frozenset[int]]:
-    index = compiled(each.pattern for each in signatures())
+    """Return literal -> the signatures that need it."""
+    index: dict[str, set[int]] = defaultdict(set)
+    for number, each in enumerate(signatures()):
+        for word in literals_of(each.pattern.pattern):
+            index[word].add(number)
     return {word: frozenset(needed) for word, needed in index.items()}
 
 
