@@ -6,7 +6,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +16,8 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.record.signatures import Signature, signature_of
 from elastic_trainer.storage.files import open_regular
-from launcher.doctor.flight import MOST_BYTES, works_of
 from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
-from launcher.doctor.scan import Match, Scanned, scan
+from launcher.doctor.scan import Match, Scanned, TimedOut, scan
 from launcher.platforms.base import JobState
 from launcher.platforms.targets import TARGETS
 from launcher.record.event import describe, worker_rank
@@ -36,6 +35,7 @@ STDIN: Final = "-"
 _OF_A_RUN: Final = ("logs", "events", "job.json")
 _RANK_OF_FILE: Final = re.compile(r"(?:^|rank[_-]?|[_.-])(\d+)(?:\.(?:log|out|err|txt|json))?$")
 _ERROR_BYTES: Final = 8 << 20
+_DUMP_BYTES: Final = 256 << 20
 
 
 def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
@@ -191,7 +191,7 @@ def _read(path: Path, root: Path, number: int) -> Scanned:
         head = file.read(4096)
         file.seek(0)
         if head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
-            works = works_of(file.read(MOST_BYTES), rank or 0)
+            works = works_of(file.read(_DUMP_BYTES), rank or 0)
             return Scanned(file=str(path), num_bytes=len(head), works=works)
         if head[:1] == b"{" and path.suffix == ".json":
             text, rank = _error_file(file.read(_ERROR_BYTES)), _rank_of_error(path, rank)
@@ -218,6 +218,52 @@ def _error_file(content: bytes) -> bytes:
         return text.encode()
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return b""
+
+
+def works_of(dump: bytes, rank: int) -> list[TimedOut]:
+    """Return the oldest collective of each process group that has not completed.
+
+    Args:
+        dump: JSON in the format of FlightRecorder.hpp; torch's pickles are not read.
+        rank: that wrote it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        entries = json.loads(dump)["entries"]
+        waiting: dict[str, Mapping[str, Any]] = {}
+        newest: dict[str, int] = {}
+        for entry in entries:
+            if entry.get("is_p2p"):
+                continue
+            group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            newest[group] = max(newest.get(group, 0), number)
+            if entry["state"] != "completed" and not entry.get("retired"):
+                waiting.setdefault(group, entry)
+        return [
+            TimedOut(
+                group,
+                rank,
+                int(entry["collective_seq_id"]),
+                str(entry.get("profiling_name", "?")).removeprefix("nccl:").removeprefix("gloo:"),
+                _elements(entry.get("input_sizes")),
+                newest[group],
+            )
+            for group, entry in waiting.items()
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a flight recorder's dump: {error}") from error
+
+
+def _elements(sizes: Any) -> int | None:
+    total = 0
+    for shape in sizes or ():
+        count = 1
+        for size in shape:
+            count *= int(size)
+        total += count
+    return total or None
 
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.events import Event
 from launcher.record.cost import GpuTime, gpu_time_since
-from launcher.record.excluded import excluded_machines
-from launcher.record.failures import RunFailure, failures
+from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import TrainingStatus
 from launcher.record.timeline import epochs, lineage
 

@@ -11,7 +11,7 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
 from launcher.record.event import counts, describe, node_names, number, parked_text
-from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
+from launcher.record.failures import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.timeline import STEPS, StepDone, step_done
 
 _RATE_STEPS: Final = 20

@@ -44,8 +44,7 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_SAVED
 from elastic_trainer.record.ledger_audit import LedgerAudit
-from launcher.record.excluded import excluded_machines
-from launcher.record.failures import RunFailure, failures
+from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
 

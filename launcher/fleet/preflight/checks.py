@@ -1,8 +1,9 @@
-"""The checks of `holdfast preflight`, run on every node: `python -m launcher.fleet.preflight`.
+"""The checks of `holdfast preflight`, run on every node.
 
 A check is a function `(Expected) -> CheckResult` with a name; more come from distributions with an
 entry point in the group `holdfast.preflight` (name -> function), or by the Python interface. It
 runs as the user, in the workers' environment. What is asked and the answer cross as JSON.
+`python -m` with this module takes the round's folder and the node's name.
 """
 
 from __future__ import annotations
@@ -492,3 +493,7 @@ def _run(name: str, check: Check, expected: Expected) -> CheckResult:
         return found[0]
     text = f"does not end within {_CHECK_S:g} s: look at storage, driver and dmesg, or reboot"
     return CheckResult(check=name, level="fail", text=text)
+
+
+if __name__ == "__main__":
+    answer(*sys.argv[1:3])

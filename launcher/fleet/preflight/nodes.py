@@ -44,7 +44,8 @@ _MOST_HERE: Final = 64
 _POLL_S: Final = 0.2
 _REAP_S: Final = 1.0
 _LOG_CHARS: Final = 300
-_MODULE: Final = "launcher.fleet.preflight"
+_CHECKS: Final = "launcher.fleet.preflight.checks"
+"""Run on the nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class Preflight:
         asked = {"checks": checks, "expected": asdict(expected), "extra": places, "path": path}
         write_atomic(self.folder / ASKED, json.dumps(asked))
         usable = [node for node in states if node not in reports]
-        started = self._start(usable, lambda node: [_MODULE, str(self.folder), node])
+        started = self._start(usable, lambda node: [_CHECKS, str(self.folder), node])
         waiting = [one for one in started if one.job is not None]
 
         def look() -> bool:

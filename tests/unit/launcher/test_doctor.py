@@ -16,8 +16,7 @@ from synthetic_record import config_of
 
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.record.signatures import classes, signatures
-from launcher.doctor.doctor import diagnose, run_failures
-from launcher.doctor.flight import works_of
+from launcher.doctor.doctor import diagnose, run_failures, works_of
 from launcher.doctor.judge import Diagnosis, judge
 from launcher.doctor.literals import literals_of
 from launcher.doctor.runbook import runbook_of
