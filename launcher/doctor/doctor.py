@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,16 +195,13 @@ def _read(path: Path, root: Path, number: int) -> Scanned:
             works = works_of(file.read(_DUMP_BYTES), rank or 0)
             return Scanned(file=str(path), num_bytes=len(head), works=works)
         if head[:1] == b"{" and path.suffix == ".json":
-            text, rank = _error_file(file.read(_ERROR_BYTES)), _rank_of_error(path, rank)
+            text = _error_file(file.read(_ERROR_BYTES))
+            if path.parent.name.isdigit():  # torchelastic's .../attempt_0/RANK/error.json
+                rank = int(path.parent.name)
             if text:
                 return scan(io.BytesIO(text), str(path), number, rank=rank)
             file.seek(0)
         return scan(file, str(path), number, rank=rank, node=node)
-
-
-def _rank_of_error(path: Path, rank: int | None) -> int | None:
-    """Return the rank of torchelastic's .../attempt_0/RANK/error.json."""
-    return int(path.parent.name) if path.parent.name.isdigit() else rank
 
 
 def _error_file(content: bytes) -> bytes:
@@ -247,23 +245,13 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
                 rank,
                 int(entry["collective_seq_id"]),
                 str(entry.get("profiling_name", "?")).removeprefix("nccl:").removeprefix("gloo:"),
-                _elements(entry.get("input_sizes")),
+                sum(math.prod(map(int, shape)) for shape in entry.get("input_sizes") or ()) or None,
                 newest[group],
             )
             for group, entry in waiting.items()
         ]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a flight recorder's dump: {error}") from error
-
-
-def _elements(sizes: Any) -> int | None:
-    total = 0
-    for shape in sizes or ():
-        count = 1
-        for size in shape:
-            count *= int(size)
-        total += count
-    return total or None
 
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:

@@ -10,7 +10,7 @@ may say why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -299,7 +299,7 @@ def _first_place(root: Match, alike: Sequence[Match]) -> tuple[int | None, str |
     return rank, node
 
 
-def _confidence(root: Match, alike: Sequence[Match], others: Iterable[str]) -> float:
+def _confidence(root: Match, alike: Sequence[Match], others: Collection[str]) -> float:
     base = {
         Rank.MACHINE: 0.95,
         Rank.CAUSE: 0.9,
@@ -308,8 +308,9 @@ def _confidence(root: Match, alike: Sequence[Match], others: Iterable[str]) -> f
         Rank.CONSEQUENCE: 0.5,
         Rank.SUMMARY: 0.4,
     }[root.signature.rank]
-    rivals = sum(1 for _ in others)
-    return max(0.1, base - 0.02 * min(rivals, 5) + 0.01 * min(len(alike), 4) - 0.2 * root.warned)
+    return max(
+        0.1, base - 0.02 * min(len(others), 5) + 0.01 * min(len(alike), 4) - 0.2 * root.warned
+    )
 
 
 def _healthy(logs: Sequence[Scanned], seen: _Evidence, unread: tuple[str, ...]) -> Diagnosis:

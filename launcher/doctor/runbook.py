@@ -21,7 +21,6 @@ from elastic_trainer.record.signatures import classes
 from launcher.spec.errors import UserError
 
 FOLDER: Final = Path(__file__).parent / "runbooks"
-PROCEDURES: Final = FOLDER / "procedures"
 
 _ON_THE_HOST: Final = (
     "kubectl debug node/NODE -it --profile=sysadmin --image=busybox -- chroot /host "
@@ -48,7 +47,7 @@ class Names:
 def titles() -> dict[str, str]:
     """Return name -> title of all pages: classes in the table's order, then procedures."""
     found = {name: of.title for name, of in classes().items()}
-    for path in sorted(PROCEDURES.glob("*.md.j2")):
+    for path in sorted(FOLDER.glob("procedures/*.md.j2")):
         head = path.read_text(encoding="utf-8").splitlines()[0]
         found[path.name.removesuffix(".md.j2")] = head.removeprefix("# ")
     return found

@@ -350,16 +350,17 @@ def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
         text = _text(raw) if near else ""
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
         if len(found) > 1:  # an exception that no other rule knows
-            found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
+            special = (
+                each
+                for each in found
+                if known[each].of.name != "py_error" or known[each].rank is not Rank.SUMMARY
+            )
+            found = tuple(special) or found[:1]
         if found and _SURVIVED.search(text) is not None and not _is_raised(text):
             found = tuple(each for each in found if known[each].rank is Rank.MACHINE)
         if len(state.known) < _MOST_NOTES:
             state.known[key] = found
     return found
-
-
-def _is_generic(signature: Signature) -> bool:
-    return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
 def _text(raw: bytes) -> str:

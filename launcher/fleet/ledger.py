@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
@@ -57,19 +57,6 @@ _WAY_OUT: Final = (
 )
 
 
-class Store(Protocol):
-    """Where a ledger lies."""
-
-    def entries(self) -> list[Entry]:
-        """Return all entries; what is none is passed over."""
-
-    def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        """Add entries; return those that were not there."""
-
-    def prepare(self) -> None:
-        """Make the place, where that takes a right that pods do not have."""
-
-
 class Fleet:
     """A ledger.
 
@@ -79,7 +66,9 @@ class Fleet:
     """
 
     def __init__(self, place: Path | Board, *, wall: Callable[[], float] = time.time) -> None:
-        self._store: Store = _Folder(place) if isinstance(place, Path) else _Register(place)
+        self._store: _Folder | _Register = (
+            _Folder(place) if isinstance(place, Path) else _Register(place)
+        )
         self._wall = wall
         self._told: set[str] = set()
         """Names of entries that `harvest` has added."""

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from elastic_trainer.record.events import Event
 from launcher.record.event import whole
-from launcher.record.timeline import STEPS, EpochSpan, StepDone, epochs, lineage
+from launcher.record.timeline import STEPS, EpochSpan, epochs, lineage
 
 CAUSES: Final = ("productive", "redone", "restart", "hang", "other", "idle")
 """In the order in which they are shown; they sum to what was allocated."""
@@ -193,19 +193,14 @@ def _members_time(
         if done_t <= now:
             continue
         first = now == span.formed_t
-        begun_t = max(now, done_t - _duration(done, first=first, since_last_s=done_t - now))
+        # One that does not say how long it took lasts since the step before it.
+        took_s = done.step_s if done.step_s is not None else 0.0 if first else done_t - now
+        begun_t = max(now, done_t - max(0.0, took_s))
         yield _Slice(now, begun_t, nodes, "restart" if first else "other")
         counted = (done.epoch, done.step) in counts
         yield _Slice(begun_t, done_t, nodes, "productive" if counted else "redone")
         now = done_t
     yield _Slice(now, ended_t, nodes, after if span.steps or after == "hang" else "restart")
-
-
-def _duration(done: StepDone, *, first: bool, since_last_s: float) -> float:
-    """Return how long a step took; one that does not say lasts since the step before it."""
-    if done.step_s is not None:
-        return max(0.0, done.step_s)
-    return 0.0 if first else since_last_s
 
 
 def _waits(begun: Sequence[AttemptTime], submitted: Iterable[float]) -> Iterator[_Slice]:

@@ -247,12 +247,9 @@ def gpus_seen(events: Iterable[Event]) -> dict[str, tuple[str, float]]:
     for event in events:
         host, gpus = event.fields.get("host"), event.fields.get("gpus")
         if event.event == "agent.started" and isinstance(host, str) and isinstance(gpus, list):
-            found |= {gpu: (host, event.t_unix) for gpu in gpus if _is_uuid(gpu)}
+            uuids = [each for each in gpus if isinstance(each, str) and uuids_in(each) == [each]]
+            found |= dict.fromkeys(uuids, (host, event.t_unix))
     return found
-
-
-def _is_uuid(value: object) -> bool:
-    return isinstance(value, str) and uuids_in(value) == [value]
 
 
 def _in_order(entry: Entry) -> tuple[float, str, str]:

@@ -194,7 +194,9 @@ class TrainingStatus:
             case "evaluation.ended":
                 self.pause_unix = None
             case "validation.completed":
-                self._take_validation(event)
+                self.pause_unix = None
+                if event.step is not None and (loss := number(event, "loss")) is not None:
+                    self.validation = (event.step, loss)
             case "checkpoint.committed":
                 self.saved_step, self.good_save, self.failed_saves = event.step, event, []
             case "checkpoint.failed":
@@ -266,12 +268,6 @@ class TrainingStatus:
         name, step = event.fields.get("training"), event.fields.get("training_step")
         if isinstance(name, str) and isinstance(step, int):
             self.training = name, step
-
-    def _take_validation(self, event: Event) -> None:
-        self.pause_unix = None
-        loss = number(event, "loss")
-        if loss is not None and event.step is not None:
-            self.validation = (event.step, loss)
 
     def _take_exit(self, event: Event) -> None:
         before = self.first_failure

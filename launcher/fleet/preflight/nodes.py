@@ -260,7 +260,7 @@ class Preflight:
         at, env = time.time(), {**os.environ, "PYTHONPATH": _python_path()}
         with self._log(node).open("ab") as log:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                       env=env, start_new_session=True)  # fmt: skip
+                                       env=env, process_group=0)  # fmt: skip
         return _Asked(node=node, job=process, at=at)
 
     def _job(self, node: str, argv: Sequence[str]) -> _Asked:
