@@ -44,7 +44,7 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
 
     Args:
         names: runs, files, folders, or "-".
-        folder: where runs lie.
+        folder: of runs.
         stdin: what "-" means.
 
     Raises:
@@ -205,7 +205,7 @@ def _read(path: Path, root: Path, number: int) -> Scanned:
 
 
 def _error_file(content: bytes) -> bytes:
-    """Return the text of an error file of torchelastic; empty: it is none."""
+    """Return the text of an error file of torchelastic; empty for another file."""
     try:
         message = json.loads(content)["message"]
         if isinstance(message, str):
@@ -226,7 +226,7 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
         rank: that wrote it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is another file.
     """
     try:
         entries = json.loads(dump)["entries"]

@@ -94,7 +94,7 @@ class AgentsRecord:
     """What the agents of a run recorded."""
 
     failures: Sequence[Recorded] = ()
-    """In order of time."""
+    """Sorted by time."""
     code: int | None = None
     """Exit code of the attempt; None: it has not ended, or nobody knows."""
 

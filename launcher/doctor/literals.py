@@ -12,7 +12,7 @@ from typing import Final
 _Strings = frozenset[str]
 _EMPTY: Final[_Strings] = frozenset({""})
 _OPEN: Final[_Strings] = frozenset()
-"""Of a part that can be too many strings to list."""
+"""Stands for a part that can be too many strings to list."""
 _MOST: Final = 256
 """Strings that one part of a pattern may stand for before it counts as open."""
 
@@ -23,17 +23,17 @@ _TOKEN: Final = re.compile(
     r"|\\?(?P<char>.))(?P<repeat>[*+?]|\{\d*,?\d*\})?",
     re.DOTALL,
 )
-"""Of the syntax of `re`, without flags, names, references and lazy repeats."""
+"""Syntax of `re` without flags, names, references and lazy repeats."""
 
 _COMMON: Final = re.compile(
     r" *(error|fail(ed|ure)?( to)?|unable to|hangs?|stuck|checkpoint|connect(ion)?|closed"
     r"|loss( scale)?|norm|grads?|loaded|timed? ?out|mismatch|missing|peer|rank|step|node|wait"
     r"|read|write|data|memory|time|slow|[Ff]ault|lost|Failure)s? *"
 )
-"""In so many lines of healthy logs that a search for them sorts out nothing."""
+"""So frequent in healthy logs that a search for them rules nothing out."""
 _COUNT: Final = re.compile(r"\{\d*,?\d*\}|\[0-9[^\]]*\]")
 _NUMBER: Final = re.compile(r"(?<![A-Za-z_\\0-9])\d+(?![A-Za-z_0-9])")
-"""In a pattern: not a part of a name, as in c10d."""
+"""A number of a pattern that is not part of a name, as in c10d."""
 
 
 def literals_of(pattern: str) -> frozenset[str]:

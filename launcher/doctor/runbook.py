@@ -30,7 +30,7 @@ _PLACEHOLDER: Final = re.compile(r"\b(?:RUN|JOB|NODE|NAMESPACE|POD)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What stands in a page's commands; placeholders by default."""
+    """Names in a page's commands; placeholders by default."""
 
     run: str = "RUN"
     job: str = "JOB"
@@ -57,7 +57,7 @@ def page(name: str, names: Names | None = None) -> str:
     """Return a runbook in Markdown, with `names` in its commands.
 
     Raises:
-        UserError: HF694 there is none of this name.
+        UserError: HF694 no runbook has this name.
     """
     if name not in titles():
         near = ", ".join(each for each in titles() if name.lower() in each) or "see --list"
@@ -85,8 +85,8 @@ def runbook_of(run: str, folder: Path, name: str | None) -> tuple[str, str]:
         name: of the runbook; None: that of the class which the doctor finds.
 
     Raises:
-        UserError: HF694 there is none of this name, or no failure in the run; what keeps the run
-            from being read.
+        UserError: HF694 no runbook has this name, or the run no failure; what keeps the run from
+            being read.
     """
     # Late: pages alone need no runs.
     from launcher.doctor.doctor import diagnose
@@ -130,7 +130,7 @@ def _commands(about: Mapping[str, Any], names: Names) -> dict[str, list[str]]:
 
 
 def _filled(command: str, names: Names) -> str:
-    """Put the names into a command of the table, whose placeholders are words of their own."""
+    """Put the names into a command of the table, whose placeholders are whole words."""
     return _PLACEHOLDER.sub(lambda found: getattr(names, found[0].lower()), command)
 
 

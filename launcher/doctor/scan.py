@@ -60,7 +60,7 @@ _SURVIVED: Final = re.compile(
     r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
     r"|enabled|set to|timeout[=:])\b"
 )
-"""Words of a failure that was got over, or of none at all."""
+"""Words of a failure that was overcome, or did not happen."""
 _PROGRESS: Final = re.compile(
     r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,12}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
@@ -122,9 +122,9 @@ class Match:
     line: int
     text: str
     order: tuple[int, int]
-    """Of the log among the logs, of the line in its log."""
+    """Number of the log, number of the line in it."""
     t_unix: float | None
-    """Of the line, else of the nearest line with a time before it."""
+    """Time of the line, else of the nearest line before it that has one."""
     rank: int | None
     node: str | None
     warned: bool = False
@@ -172,7 +172,7 @@ class _State:
     spent: set[int] = field(default_factory=set)
     """Signatures found often enough."""
     without: frozenset[int] = frozenset()
-    """Those of them that are no longer searched for."""
+    """Signatures that are no longer searched for."""
     known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Line without its digits -> its signatures."""
 
@@ -280,7 +280,7 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
 
 
 def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
-    """Return all of a UTF-16 log, as PowerShell writes them, as UTF-8; None: it is none."""
+    """Return all of a UTF-16 log, as PowerShell writes them, as UTF-8; None: another log."""
     if head[:2] not in (b"\xff\xfe", b"\xfe\xff"):
         return None
     rest = stream.read(64 << 20)
@@ -300,7 +300,7 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         if right < 0:
             line_end = right = size
         raw = block[left:right]
-        if redrawn:  # what was written over, as by progress bars, is a line of its own
+        if redrawn:  # what was written over, as by progress bars, counts as a line
             left = max(left, block.rfind(b"\r", left, begin) + 1)
             end = block.find(b"\r", begin, right)
             line_end = right = right if end < 0 else end

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 FOLDER: Final = "fleet"
 """Its name beside the runs."""
 _MAX_BYTES: Final = 64 * 1024
-"""Of a file."""
+"""Longest file of an entry."""
 MOST_BYTES: Final = 512 * 1024
-"""Of a ConfigMap, which takes 1 MiB: some 1,500 entries."""
+"""Longest content of a ConfigMap, which takes 1 MiB: some 1,500 entries."""
 _REASON_CHARS: Final = 300
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
@@ -61,7 +61,7 @@ class Fleet:
     """A ledger.
 
     Args:
-        place: a folder of its own, which need not exist; or a register (a board) of its own.
+        place: a folder, which need not exist, or a register (a board), with nothing else in it.
         wall: the clock.
     """
 
@@ -74,7 +74,7 @@ class Fleet:
         """Names of entries that `harvest` has added."""
 
     def entries(self) -> list[Entry]:
-        """Return all entries, by time; what is none is passed over.
+        """Return all entries, by time; skip anything else.
 
         Raises:
             UserError: HF690 it cannot be read.
@@ -82,7 +82,7 @@ class Fleet:
         return sorted(self._store.entries(), key=lambda entry: (entry.t_unix, entry.machine))
 
     def add(self, *entries: Entry) -> list[Entry]:
-        """Write entries; return those that were not there.
+        """Write entries; return the new ones.
 
         Raises:
             UserError: HF690 it cannot be written, or is full.
@@ -106,10 +106,10 @@ class Fleet:
         newest: bool = False,
         only: str | None = None,
     ) -> list[Entry]:
-        """Take over what a run's record holds against machines; return what was new.
+        """Add what a run's record holds against machines; return what was new.
 
-        Machines that have a GPU now which something is held against are told, too. What this object
-        has taken over before is not looked up again.
+        What is held against a GPU is added to the machine that has it now. What this object has
+        added before is skipped.
 
         Args:
             run_dir: the run.
@@ -172,7 +172,7 @@ def fleet_at(
         wall: the clock.
 
     Raises:
-        UserError: HF690 the place is none; HF632, HF750 to HF752 there is no way to the cluster.
+        UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.
     """
     if not place.startswith(KUBERNETES):
         return Fleet(Path(place), wall=wall)
@@ -187,11 +187,11 @@ def fleet_at(
 
 
 def place_for(run_dir: Path) -> str:
-    """Return where the ledger lies that counts for a run."""
+    """Return the place of the ledger that counts for a run."""
     named = read_json(run_dir / "job.json").get("fleet")
     if isinstance(named, str):
         return named
-    # The tasks of an array have folders of their own in its folder.
+    # Each task of an array has a folder in the array's.
     return str((run_dir.parent if run_dir.name.isdigit() else run_dir).parent / FOLDER)
 
 

@@ -168,12 +168,12 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     """Run `holdfast preflight` on machines.
 
     Raises:
-        UserError: HF692 there is no check on this platform.
+        UserError: HF692 this platform has no check.
         UserError: HF661 Slurm does not know them, and others of preflight.
         PlatformError: Slurm is away.
     """
     if target != "slurm":
-        raise UserError("HF692", f"there is no check on {target}; check them, then use --force")
+        raise UserError("HF692", f"{target} has no check; check them yourself, then use --force")
     where = NodeSelection(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
     round_ = Preflight(where=where, folder=folder, say=lambda _: None)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
@@ -187,8 +187,8 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
 def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
     """Put out machines that preflight found unfit, if fewer than half are; return the entries.
 
-    What more of them have in common is no machine's fault. One that has not answered in time may
-    only have been busy.
+    A fault that more of them share is not a machine's. One that has not answered in time may only
+    have been busy.
 
     Raises:
         UserError: HF690 the ledger cannot be written.
@@ -271,7 +271,7 @@ def named(texts: Sequence[str], machines: Sequence[Machine]) -> list[str]:
             there = ", ".join(racks[:_SHOWN]) + (", …" if len(racks) > _SHOWN else "")
             raise UserError(
                 "HF691",
-                f"{text!r:.80} is no machine and no rack; racks: {there or 'not known'}",
+                f"{text!r:.80} is neither machine nor rack; racks: {there or 'not known'}",
             )
         wanted |= names
     return [machine.name for machine in machines if machine.name in wanted]

@@ -30,7 +30,7 @@ from launcher.record.event import whole
 from launcher.record.timeline import STEPS, EpochSpan, epochs, lineage
 
 CAUSES: Final = ("productive", "redone", "restart", "hang", "other", "idle")
-"""In the order in which they are shown; they sum to what was allocated."""
+"""Sorted as they are shown; they sum to what was allocated."""
 QUEUE: Final = "queue"
 EVENTS: Final = (
     "run.started",
@@ -77,7 +77,7 @@ class GpuTime:
 
 
 class AttemptTime(NamedTuple):
-    """From one start of a run's agents to their end."""
+    """Time from one start of a run's agents to their end."""
 
     begun_t: float
     ended_t: float

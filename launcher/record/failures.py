@@ -56,7 +56,7 @@ _WEIGHT: Final = {
     Kind.KILLED: 1,
     "": -1,
 }
-"""Of several kinds that one node's failure seems to be, the heaviest is reported."""
+"""The heaviest of the kinds that one node's failure seems to be is reported."""
 
 
 EXCLUSIONS: Final = ("member.evicted", "member.readmitted")
@@ -84,7 +84,7 @@ class RunFailure:
     """The fault's own moment when it was injected, else that of its detection."""
     detected_s: float | None = None
     recovered_s: float | None = None
-    """To the first step completed in a later epoch; None: never."""
+    """Time to the first step completed in a later epoch; None: never."""
     phases: dict[str, float] = field(default_factory=dict)
     steps_redone: int | None = 0
     """None: nothing tells (a script's)."""
@@ -288,7 +288,7 @@ class ExcludedMachine:
     """A machine that the run excluded; its next submission does without it."""
 
     host: str
-    """As the platform calls it."""
+    """The platform's name of it."""
     member: str
     """The node it was then, as the run calls it; on Kubernetes a pod."""
     reason: str

@@ -1,6 +1,6 @@
 """Reads the event files of a run, and writes the launcher's own. The others here open no file.
 
-Every writer has a file of its own, RUN/events/<writer>.jsonl, which only grows. Events are
+Every writer has a file, RUN/events/<writer>.jsonl, which only grows. Events are
 ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so do the times here.
 """
 
@@ -26,7 +26,7 @@ _MAX_FILES: Final = 8192
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
 _MAX_UNIX: Final = 1e11
-"""Of an event: dates of four digits and a few more."""
+"""Latest time of an event: years of four digits, and a few more."""
 _CLOCK_SLACK_S: Final = 3600.0
 """The file server's clock and a submission's may differ by less than this."""
 
@@ -49,7 +49,7 @@ class RunRecord:
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
-        """Read what is new and return it, by `t_unix`. No file yet is no error.
+        """Read what is new and return it, by `t_unix`. There may be no file yet.
 
         Raises:
             UserError: HF613 the record cannot be read.
@@ -144,7 +144,7 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
 
 
 def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
-    """Return path and state of one writer's file, if there is one; others are not looked at."""
+    """Return path and state of one writer's file, if it exists."""
     path = run_dir / "events" / f"{writer}.jsonl"
     try:
         return [(str(path), path.stat())]
@@ -186,7 +186,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Yield the events in `lines`; a line that is none, as one torn by a crash, is passed over."""
+    """Yield the events in `lines`; skip others, as a line torn by a crash."""
     for line in lines:
         event = Event.decode(line.decode("utf-8", errors="replace"))
         if event is not None and _is_ours(event):

@@ -2,7 +2,7 @@
 
 Entries are only ever added. A strike counts for STRIKE_S, three put a machine out; evidence of
 broken hardware, a failed check and an operator put it out at once, until it is released. What a
-program does to itself is no strike: the event of an exclusion says of which kind its failure was.
+program does to itself does not count: the event of an exclusion names the kind of its failure.
 
 GPUs move when machines are repaired. What is held against one by its UUID follows it: the machine
 that has it next is told.
@@ -58,7 +58,7 @@ class Verdict(enum.StrEnum):
     OUT = "out"
     RELEASE = "release"
     DRAIN = "drain"
-    """On record only: the platform knows which machines are drained."""
+    """For the record only: the platform knows which machines are drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Entry:
 
     t_unix: float
     machine: str
-    """As the platform calls it."""
+    """The platform's name of it."""
     verdict: str
     """One of Verdict; others, of later versions, say nothing here."""
     source: str
@@ -78,7 +78,7 @@ class Entry:
     run: str = ""
     """The run it comes from; empty: none."""
     until_unix: float | None = None
-    """Of an OUT: when it ends by itself; None: by a release."""
+    """When an OUT ends by itself; None: by a release."""
     gpu: str = ""
     """UUID of the GPU that it is about; empty: not known, or it is the machine. A release of one
     leaves what else is held against the machine."""
@@ -191,8 +191,8 @@ def _is_open(entry: Entry, now_unix: float) -> bool:
 def held_against_gpus(entries: Iterable[Entry], now_unix: float) -> dict[str, Entry]:
     """Return the newest of what is held against each GPU: UUID -> entry.
 
-    A release of its machine is none of the GPU: it may have left it before. A release of the GPU
-    ends all, on whatever machine it was.
+    A release of its machine does not release the GPU, which may have left before. A release of the
+    GPU ends all, on whatever machine it was.
     """
     found: dict[str, Entry] = {}
     for entry in sorted(entries, key=_in_order):
@@ -280,8 +280,8 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
 def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[Entry]:
     """Return entries by time, so many that they take at most `most_bytes` as JSON.
 
-    First go those that say nothing of a machine any more, then releases, then strikes, always the
-    oldest first. What puts a machine out until its release stays.
+    Entries without effect go first, then releases, then strikes, the oldest of each first. What
+    puts a machine out until its release stays.
 
     Raises:
         UserError: HF690 that alone is too much.

@@ -1,7 +1,6 @@
 """What a run's events add up to for Prometheus: totals, newest values, times. Pure.
 
-Nothing is per rank, and per node there is nothing either: at 16,384 ranks a run has some sixty
-series. Events name the culprit.
+No series is per rank or per node: at 16,384 ranks a run has some sixty. Events name the culprit.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ class RunMetrics:
 
     state: str = "starting"
     exit_code: int | None = None
-    """Of the run, once it has ended."""
+    """Exit code of the run, once it has ended."""
     values: dict[str, float] = field(default_factory=dict)
     """Newest: step, epoch, loss, grad_norm, mfu, nodes, spares."""
     times: dict[str, float] = field(default_factory=dict)
-    """Of the newest: step_completed, snapshot_copied, checkpoint_committed; unix seconds."""
+    """Unix seconds of the newest: step_completed, snapshot_copied, checkpoint_committed."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Of the last start or recovery, seconds."""
+    """Seconds of the last start or recovery, by phase."""
     steps: Counter[str] = field(default_factory=Counter)
-    """By outcome."""
+    """Outcome -> steps."""
     tokens: int = 0
     totals: Counter[str] = field(default_factory=Counter)
-    """By counter of COUNTED."""
+    """Counter of COUNTED -> events."""
     buckets: Counter[float] = field(default_factory=Counter)
     """Steps at most so long, seconds; not cumulative."""
     step_s: float = 0.0

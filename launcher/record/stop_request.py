@@ -3,7 +3,7 @@
 While it is there, no job of this run puts itself back into the queue: the agents save
 when they are asked to and the batch script ends with 91; a job that starts nevertheless
 (it was waiting in the queue) ends at once with 91. `submit --resume` and `run --resume`
-take it away. Whether it is there is all that counts; what it says is for people.
+take it away. Only its existence counts; its content is for people.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def asked(run_dir: Path) -> bool:
 
 
 def withdraw(run_dir: Path) -> None:
-    """Take the request away; none there is no error.
+    """Take the request away, if it is there.
 
     Raises:
         OSError: the run directory cannot be written.

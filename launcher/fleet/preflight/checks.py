@@ -47,7 +47,7 @@ _REAP_S: Final = 1.0
 _CHECK_S: Final = 90.0
 """Longest time of one check: storage that hangs must not hide what the others find."""
 _SBIN: Final = ("/usr/sbin", "/sbin")
-"""Where users' PATH may not lead."""
+"""Folders that users' PATH may lack."""
 _NVIDIA: Final = Path("/proc/driver/nvidia")
 _SWITCHES: Final = Path("/proc/driver/nvidia-nvswitch/devices")
 _SHARED: Final = ("nccl-", "torch_", "sem.mp-", "cuda.shm.")
@@ -308,7 +308,7 @@ def check_clock(expected: Expected) -> CheckResult:
         with _probe(expected, "clock") as probe:
             probe.touch(exist_ok=False)
             before = time.time()
-            os.utime(probe)  # the server's time, where there is a server
+            os.utime(probe)  # the server's time, on shared storage
             offset = (before + time.time()) / 2 - probe.stat().st_mtime
     except OSError as error:
         text = f"cannot be compared: {error.strerror}"
@@ -378,7 +378,7 @@ def _jobs() -> frozenset[str] | None:
         jobs = frozenset(_output(argv)[0].split())
     except (FileNotFoundError, TimeoutError):
         return None
-    return jobs if own in jobs else None  # an answer without this very job is none
+    return jobs if own in jobs else None  # else Slurm has not answered fully
 
 
 def check_leftovers(_: Expected) -> CheckResult:

@@ -30,10 +30,10 @@ SERVER: Final = "elastic_trainer.worker.collective_check"
 START_S: Final = 120.0
 """Longest wait until all nodes' processes have started."""
 DEADLINE_S: Final = 60.0
-"""Of one round, a group's start included."""
+"""Longest time of a round, a group's start included."""
 _POLL_S: Final = 0.05
 _GRACE_S: Final = 3.0
-"""From a round's deadline until a server's answer must be seen."""
+"""Time after a round's deadline in which a server's answer must be seen."""
 _PATIENCE: Final = 5.0
 _LEAST_S: Final = 15.0
 """A round is over once it has lasted so many times as long as its faster half, and so long."""
@@ -62,7 +62,7 @@ class Verdicts:
     broken: frozenset[str] = frozenset()
     slow: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
-    """Of groups that failed; who of them is at fault is not known."""
+    """Nodes of groups that failed; which of them is at fault is not known."""
 
 
 @dataclass(slots=True, kw_only=True)

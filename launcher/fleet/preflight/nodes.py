@@ -31,7 +31,7 @@ from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.installed import need
 from launcher.platforms.local import with_packages
 from launcher.platforms.retries import polled
-from launcher.spec.errors import PermanentError, UserError
+from launcher.spec.errors import PermanentError, UserError, writing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]*")
 _NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*")
@@ -68,15 +68,15 @@ class NodeSelection:
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    node: str
+    report: NodeReport
     job: Any = None
-    """submitit's job, or a process of this machine; None: there is none."""
-    problem: str = ""
+    """submitit's job, or a process of this machine; None: it was refused."""
     at: float = 0.0
     """This machine's time before it was asked."""
-    findings: tuple[CheckResult, ...] = ()
-    clock: tuple[float, float] | None = None
-    """Bounds of how far its clock is ahead of this machine's, in seconds."""
+
+    def fail(self, problem: str) -> None:
+        """Note why it gives no answer."""
+        self.report = replace(self.report, problem=problem)
 
     def cancel(self) -> None:
         """End what runs there."""
@@ -139,7 +139,9 @@ class Preflight:
             for node, state in states.items()
             if state.startswith(_UNUSABLE) or state.endswith("*")
         }
-        self._make_folder()
+        with writing(self.folder, "use --folder"):
+            self.folder.mkdir(parents=True, mode=0o700)
+            self.folder.chmod(0o700)  # whatever the umask is
         path = sys.path if places else []
         asked = {"checks": checks, "expected": asdict(expected), "extra": places, "path": path}
         write_atomic(self.folder / ASKED, json.dumps(asked))
@@ -155,14 +157,12 @@ class Preflight:
             polled(look, bool, for_s=timeout_s, every_s=_POLL_S)
             reasons = self._reasons(waiting)
             for one in waiting:
-                one.problem = f"no answer within {timeout_s:g} s{reasons.get(one.node, '')}"
+                why = reasons.get(one.job.job_id, "") if reasons else ""
+                one.fail(f"no answer within {timeout_s:g} s{why}")
         finally:
             for one in waiting:
                 one.cancel()
-        for one in started:
-            reports[one.node] = NodeReport(
-                node=one.node, findings=one.findings, problem=one.problem, clock=one.clock
-            )
+        reports |= {one.report.node: one.report for one in started}
         return evaluate([reports[node] for node in states], expected)
 
     def collectives(self, reports: Sequence[NodeReport]) -> list[NodeReport]:
@@ -261,7 +261,7 @@ class Preflight:
         with self._log(node).open("ab") as log:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        env=env, process_group=0)  # fmt: skip
-        return _Asked(node=node, job=process, at=at)
+        return _Asked(report=NodeReport(node=node), job=process, at=at)
 
     def _job(self, node: str, argv: Sequence[str]) -> _Asked:
         import submitit
@@ -284,47 +284,42 @@ class Preflight:
             additional_parameters={"reservation": reservation} if reservation else {},
             **{key: value for key, value in given.items() if value is not None},
         )
-        at = time.time()
+        asked = _Asked(report=NodeReport(node=node), at=time.time())
         try:
             # Submits a command as it is; its `submit` would send a pickle.
-            job = executor._submit_command(shlex.join(argv))  # noqa: SLF001
+            asked.job = executor._submit_command(shlex.join(argv))  # noqa: SLF001
         except submitit.core.utils.FailedJobError as error:
-            return _Asked(node=node, problem=f"sbatch refuses: {_last_line(str(error))}")
+            asked.fail(f"sbatch refuses: {_last_line(str(error))}")
         except submitit.core.utils.FailedSubmissionError as error:
-            return _Asked(node=node, problem=f"sbatch fails: {_last_line(str(error))}")
-        return _Asked(node=node, job=job, at=at)
-
-    def _make_folder(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, mode=0o700)
-            self.folder.chmod(0o700)  # whatever the umask is
-        except OSError as error:
-            raise UserError(
-                "HF612", f"{self.folder} cannot be made: {error.strerror or error}; use --folder"
-            ) from error
+            asked.fail(f"sbatch fails: {_last_line(str(error))}")
+        return asked
 
     # -- collecting --------------------------------------------------------------------------
 
     def _ended(self, one: _Asked) -> bool:
         """Look for a node's answer, as a file: not every Slurm keeps accounts of jobs."""
-        over = isinstance(one.job, subprocess.Popen) and one.job.poll() is not None
+        node, process = one.report.node, isinstance(one.job, subprocess.Popen)
+        over = process and one.job.poll() is not None
         with contextlib.suppress(OSError):
             self.folder.chmod(0o700)  # makes NFS look again
         try:
-            said = (self.folder / f"answer-{one.node}.jsonl").read_text(encoding="utf-8")
+            said = (self.folder / f"answer-{node}.jsonl").read_text(encoding="utf-8")
         except FileNotFoundError:
             if over:
-                log = self._log(one.node).read_text(encoding="utf-8", errors="replace").strip()
+                log = self._log(node).read_text(encoding="utf-8", errors="replace").strip()
                 words = log[-_LOG_CHARS:] or "it wrote nothing"
-                one.problem = f"the process ended without an answer: {words}"
+                one.fail(f"the process ended without an answer: {words}")
             return over
         *findings, last = map(json.loads, said.splitlines())
-        one.findings = tuple(CheckResult(**each) for each in findings)
         if "problem" in last:
-            one.problem = f"the checks failed: {_last_line(last['problem'])}"
+            one.fail(f"the checks failed: {_last_line(last['problem'])}")
         else:
-            one.clock = last["at"] - time.time(), last["at"] - one.at
-        if isinstance(one.job, subprocess.Popen):
+            one.report = NodeReport(
+                node=node,
+                findings=tuple(CheckResult(**each) for each in findings),
+                clock=(last["at"] - time.time(), last["at"] - one.at),
+            )
+        if process:
             one.cancel()
         return True
 
@@ -340,21 +335,20 @@ class Preflight:
             argv = ["squeue", "--noheader", f"--jobs={ids}", "--format=%i|%T|%r"]
             answer = self.commands.run(argv, timeout_s=_COMMAND_S)
         except Exception as error:  # noqa: BLE001  it only adds a reason
-            return {one.node: f" ({error})" for one in waiting}
+            return {one.job.job_id: f" ({error})" for one in waiting}
         rows = [line.strip().split("|") for line in answer.out.splitlines()]
-        said = {row[0]: f": {row[1].lower()} ({row[2]})" for row in rows if len(row) == 3}
-        return {one.node: said.get(one.job.job_id, "") for one in waiting}
+        return {row[0]: f": {row[1].lower()} ({row[2]})" for row in rows if len(row) == 3}
 
 
 def choose(checks: Sequence[str], names: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """Return the checks to run, of those that there are.
+    """Return which of `checks` to run.
 
     Raises:
-        UserError: HF660 there is no such check, or none is left.
+        UserError: HF660 a name is unknown, or no check is left.
     """
     unknown = [name for name in (*names, *skip) if name not in checks]
     if unknown:
-        raise UserError("HF660", f"{unknown[0]} is not a check; there are {', '.join(checks)}")
+        raise UserError("HF660", f"{unknown[0]} is not a check; use {', '.join(checks)}")
     chosen = [name for name in checks if (not names or name in names) and name not in skip]
     if not chosen:
         raise UserError("HF660", "no check is left; leave out fewer")

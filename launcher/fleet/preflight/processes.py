@@ -1,7 +1,7 @@
 """Processes that outlived their job: they hold GPUs, memory and CPUs of the next one.
 
-What is left over is decided by a pure function; /proc is read beside it. As an ordinary user one
-sees the files and environment of one's own processes only, of others their cgroup and CPU time.
+An ordinary user sees files and environment of their own processes only; of others, cgroup and CPU
+time.
 """
 
 from __future__ import annotations

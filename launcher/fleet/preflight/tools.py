@@ -91,7 +91,7 @@ def gpu_identity(text: str) -> str | None:
 
 
 def _xml(text: str) -> ET.Element | None:
-    """Return the document; the vendor's tools print no entities, so there are none to expand."""
+    """Return the document; entities, which the vendor's tools do not print, are not expanded."""
     if "<!ENTITY" in text:
         return None
     try:
