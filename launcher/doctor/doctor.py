@@ -83,7 +83,9 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
         UserError: HF613 the record cannot be read.
     """
     found, lost = [], _lost_kind(run_dir)
-    for failure in _failures(run_dir):
+    record = RunRecord(run_dir)
+    record.poll()
+    for failure in failures(record.events, epochs(record.events)):
         signature = _signature(failure, lost)
         of, action = signature.of, signature.action
         found.append(
@@ -142,12 +144,6 @@ def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]
         said = platform_text(status)
     name = f"{target} job {status.job.id}"
     return [scan(io.BytesIO(f"{said}\n".encode()), name, number)] if said else []
-
-
-def _failures(run_dir: Path) -> list[RunFailure]:
-    record = RunRecord(run_dir)
-    record.poll()
-    return failures(record.events, epochs(record.events))
 
 
 def _path_of(name: str, folder: Path) -> Path:

@@ -150,6 +150,8 @@ class Preflight:
         waiting = [one for one in started if one.job is not None]
 
         def look() -> bool:
+            with contextlib.suppress(OSError):
+                self.folder.chmod(0o700)  # makes NFS look again
             waiting[:] = [one for one in waiting if not self._ended(one)]
             return not waiting
 
@@ -300,8 +302,6 @@ class Preflight:
         """Look for a node's answer, as a file: not every Slurm keeps accounts of jobs."""
         node, process = one.report.node, isinstance(one.job, subprocess.Popen)
         over = process and one.job.poll() is not None
-        with contextlib.suppress(OSError):
-            self.folder.chmod(0o700)  # makes NFS look again
         try:
             said = (self.folder / f"answer-{node}.jsonl").read_text(encoding="utf-8")
         except FileNotFoundError:
