@@ -217,9 +217,7 @@ def _error_file(content: bytes) -> bytes:
 def works_of(dump: bytes, rank: int) -> list[TimedOut]:
     """Return the oldest collective of each process group that has not completed.
 
-    Args:
-        dump: JSON in the format of FlightRecorder.hpp; torch's pickles are not read.
-        rank: that wrote it.
+    A dump is JSON in the format of FlightRecorder.hpp; torch's pickles are not read.
 
     Raises:
         ValueError: it is another file.

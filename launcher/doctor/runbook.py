@@ -79,10 +79,7 @@ def page(name: str, names: Names | None = None) -> str:
 def runbook_of(run: str, folder: Path, name: str | None) -> tuple[str, str]:
     """Return the name of a runbook and its text, with the run's names filled in.
 
-    Args:
-        run: name or directory.
-        folder: of runs.
-        name: of the runbook; None: that of the class which the doctor finds.
+    Without `name` it is the runbook of the class that the doctor finds.
 
     Raises:
         UserError: HF694 no runbook has this name, or the run no failure; what keeps the run from

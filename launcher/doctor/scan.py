@@ -230,14 +230,7 @@ def _search(without: frozenset[int] = frozenset()) -> _Search:
 def scan(
     stream: BinaryIO, file: str, number: int, *, rank: int | None = None, node: str | None = None
 ) -> Scanned:
-    """Return what a log says.
-
-    Args:
-        stream: its bytes.
-        file: its name in findings.
-        number: of the log among those looked at.
-        rank: of the worker that wrote all of it.
-        node: that it is from.
+    """Return what a log says; `number` is its place among the logs, `rank` its only writer.
 
     Raises:
         OSError: it cannot be read.

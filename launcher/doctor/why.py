@@ -95,13 +95,7 @@ class Why:
 
 
 def explain(status: RunStatus, output: Sequence[Path], *, now_unix: float) -> Why:
-    """Return why a run is where it is.
-
-    Args:
-        status: the platform's word and the run's record.
-        output: files with the platform's own output of the job, the newest last.
-        now_unix: the time.
-    """
+    """Return why a run is where it is; `output` are the platform's files, the newest last."""
     return replace(_explain(status, output, now_unix), failures=run_failures(status.run.path))
 
 

@@ -113,9 +113,9 @@ class Fleet:
 
         Args:
             run_dir: the run.
-            since_unix: what happened before is left out.
-            newest: look at the ends of the files only: quick for records of months.
-            only: of this writer, RUN/events/<only>.jsonl; None: of all.
+            since_unix: skip what happened before.
+            newest: read the ends of the files only: quick for records of months.
+            only: read this writer's file only.
 
         Raises:
             UserError: HF613 the record cannot be read; HF690 the ledger cannot be written.
@@ -164,12 +164,7 @@ def fleet_at(
     *,
     wall: Callable[[], float] = time.time,
 ) -> Fleet:
-    """Return the ledger at a place.
-
-    Args:
-        place: a folder, or `kubernetes://NAMESPACE/NAME`.
-        server: returns a client of the cluster, should it be one.
-        wall: the clock.
+    """Return the ledger at a place: a folder, or `kubernetes://NAMESPACE/NAME`.
 
     Raises:
         UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.

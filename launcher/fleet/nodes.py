@@ -108,8 +108,7 @@ def release(
     Args:
         fleet: the ledger.
         names: machines; or UUIDs of GPUs, which are released on the machine that had them last.
-        check: of machines; None: they are not checked, and what is held against their GPUs stays:
-            these may be elsewhere by now.
+        check: None: what is held against the machines' GPUs, which may have moved, stays.
         reason: for the record.
         now_unix: the time.
 
@@ -288,15 +287,6 @@ def drain(
     say: Callable[[str], None],
 ) -> Drained:
     """Let jobs leave machines and begin there no more; wait at most `for_s` seconds.
-
-    Args:
-        platform: whose machines they are.
-        fleet: its ledger gets who did it.
-        names: of `named`.
-        reason: for platform and record.
-        for_s: how long to wait until nothing is left there; 0: not at all.
-        now_unix: the time.
-        say: shows progress, a line each.
 
     Raises:
         UserError: HF690 the ledger cannot be written; HF693 the platform refuses.

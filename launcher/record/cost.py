@@ -101,10 +101,7 @@ def gpu_time_by_month(
 ) -> dict[str, GpuTime]:
     """Return what the run's GPUs were used for, by month in UTC (`2026-11`).
 
-    Args:
-        events: the record, in order of time.
-        gpus_per_node: of each of its nodes.
-        submitted: when its jobs were submitted, unix seconds.
+    Events are in order of time; `submitted` says when its jobs were, in unix seconds.
     """
     found: dict[str, GpuTime] = {}
     begun = attempts(events)
@@ -116,13 +113,7 @@ def gpu_time_by_month(
 
 
 def gpu_time_since(events: Sequence[Event], begun_t: float, *, gpus_per_node: int) -> GpuTime:
-    """Return what the run's GPUs were used for from `begun_t` on, unix seconds.
-
-    Args:
-        events: the record or its end, in order of time.
-        begun_t: what was before is left out.
-        gpus_per_node: of each of its nodes.
-    """
+    """Return what the run's GPUs were used for from `begun_t` on, unix seconds."""
     found = GpuTime()
     for each in _slices(attempts(events), events):
         seconds = max(0.0, each.ended_t - max(each.begun_t, begun_t))

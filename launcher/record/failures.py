@@ -305,12 +305,8 @@ class ExcludedMachine:
 def excluded_machines(events: Iterable[Event], *, since_unix: float = 0.0) -> list[ExcludedMachine]:
     """Return the machines that were excluded and not readmitted, by name; each once.
 
-    The pod that ran there may be on another one by now; the machine stays excluded until the
-    operator readmits it.
-
-    Args:
-        events: of the run, in order of time.
-        since_unix: what was excluded before this time is left out.
+    Its pod may be on another one by now; the machine stays excluded until the operator readmits it.
+    What was excluded before `since_unix` is left out.
     """
     found: dict[str, ExcludedMachine] = {}
     for event in events:

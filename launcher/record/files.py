@@ -74,13 +74,9 @@ class RunRecord:
 
 
 def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
-    """Return the events at the ends of the files, by time: quick for records of months.
+    """Return the events at the ends of the files, or of one writer's: quick for records of months.
 
     Files that cannot be read are passed over: the others tell enough.
-
-    Args:
-        run_dir: the run.
-        writer: only of the file RUN/events/<writer>.jsonl; None: of all.
 
     Raises:
         UserError: HF613 the folder cannot be read.
@@ -112,10 +108,7 @@ def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
 def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
     """Return the events of these names, by time.
 
-    Args:
-        run_dir: the run.
-        names: which.
-        since_unix: files that were written last long before this are not opened.
+    Files that were written last long before `since_unix` are not opened.
 
     Raises:
         UserError: HF613 the record cannot be read.
@@ -222,11 +215,7 @@ class LauncherLog:
         self._wall, self._mono = wall, mono
 
     def emit(self, event: str, **values: Any) -> None:
-        """Append one event; the time is now.
-
-        Args:
-            event: its name.
-            values: `node`, `rank`, `epoch` and `step` where they apply, and its own fields.
+        """Append one event; `node`, `rank`, `epoch` and `step` are no fields of it.
 
         Raises:
             OSError: the run directory cannot be written.

@@ -210,11 +210,7 @@ def moved(
 ) -> list[Entry]:
     """Return what is held against machines for GPUs that have come from others.
 
-    Args:
-        entries: of the ledger.
-        seen: UUID -> machine that has the GPU, and when it was seen there.
-        now_unix: the time.
-        by: who writes the entries, user@host.
+    `seen` maps a UUID to the machine that has the GPU, and when it was seen there.
     """
     held = held_against_gpus(entries, now_unix)
     found = []
@@ -238,11 +234,7 @@ def moved(
 
 
 def gpus_seen(events: Iterable[Event]) -> dict[str, tuple[str, float]]:
-    """Return where a run's agents have seen GPUs last: UUID -> machine, time.
-
-    Args:
-        events: those of EVIDENCE, in order of time.
-    """
+    """Return where a run's agents have seen GPUs last: UUID -> machine, time."""
     found: dict[str, tuple[str, float]] = {}
     for event in events:
         host, gpus = event.fields.get("host"), event.fields.get("gpus")
@@ -261,12 +253,7 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
 
     What operators have put out is always among them. Of the others at most CAP of the pool, and
     never so many that fewer than `needed` machines are left; those put out first are kept off
-    first.
-
-    Args:
-        known: of `standings`.
-        pool: names of all machines that the platform has.
-        needed: machines that the job uses.
+    first. `pool` are all machines of the platform.
     """
     there = [known[name] for name in sorted(set(pool)) if name in known and known[name].is_out]
     chosen = [each for each in there if each.by_operator]
@@ -314,13 +301,7 @@ def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[
 
 
 def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:
-    """Yield what a run's events hold against machines.
-
-    Args:
-        events: those of EVIDENCE, in order of time.
-        run: whose they are.
-        by: who writes the entries, user@host.
-    """
+    """Yield what a run's events of EVIDENCE, in order of time, hold against machines."""
     events = list(events)
     hosts: dict[str, str] = {}
     lost: list[tuple[Event, str]] = []

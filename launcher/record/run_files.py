@@ -29,11 +29,7 @@ IN_USE: Final = 3
 
 
 def safe_parts(name: str, folders: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the parts of a relative path that stays where it begins.
-
-    Args:
-        name: with slashes.
-        folders: it must be in one of these; none: anywhere.
+    """Return the parts of a relative path that stays where it begins, in one of `folders` if any.
 
     Raises:
         ValueError: it leads elsewhere.

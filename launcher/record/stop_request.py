@@ -17,12 +17,7 @@ STOP_JSON = "stop.json"
 
 
 def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
-    """Write the request, complete or not at all.
-
-    Args:
-        run_dir: the run.
-        why: who asked, for people.
-        t_unix: now.
+    """Write the request, complete or not at all; `why` says who asked.
 
     Raises:
         OSError: the run directory cannot be written.

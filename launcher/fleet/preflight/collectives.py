@@ -125,13 +125,7 @@ class Bisection:
 
 
 def compare(nodes: Sequence[str], folder: Path, say: Callable[[str], None]) -> Verdicts:
-    """Run all rounds over `nodes`, whose processes run SERVER with `folder`; then let those end.
-
-    Args:
-        nodes: by the names that they serve as.
-        folder: shared by all, and private.
-        say: called with progress.
-    """
+    """Run all rounds over `nodes`, whose processes run SERVER with `folder`; then let them end."""
 
     def started() -> list[str]:
         return [node for node in nodes if (folder / f"hello-{node}.json").exists()]

@@ -182,11 +182,8 @@ def nvlink_problems(text: str) -> Iterator[Wrong]:
 def kernel_problems(text: str, gpus: Sequence[Gpu] = ()) -> Iterator[Wrong]:
     """Read the kernel's log since boot: what the table of signatures holds against the machine.
 
-    A program's own faults (XID 13, 31, 43), and what is only recorded, do not count.
-
-    Args:
-        text: what dmesg prints.
-        gpus: of the machine, also those that no longer answer.
+    A program's own faults (XID 13, 31, 43), and what is only recorded, do not count. `gpus` has
+    those too that no longer answer.
     """
     found: Counter[tuple[str, str, str]] = Counter()
     last: dict[tuple[str, str, str], str] = {}
@@ -367,10 +364,7 @@ def fabric_manager_problems(
 ) -> Iterator[Wrong]:
     """Read `systemctl show nvidia-fabricmanager` of a node with NVSwitches.
 
-    Args:
-        text: LoadState, ActiveState, UnitFileState, Result.
-        version: of the fabric manager; None: not known.
-        driver: version of the driver, which must be the same; None: not known.
+    `version` is the service's and must be the driver's; None: not known.
     """
     said = _pairs(text, "=")
     state, why = said.get("ActiveState", ""), said.get("Result", "")
