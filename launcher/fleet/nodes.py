@@ -81,8 +81,8 @@ def exclude(
         UserError: HF690 the ledger cannot be written.
     """
     until = None if for_s is None else now_unix + for_s
-    targets = ((name, "") for name in names)
-    return _added(fleet, targets, Verdict.OUT, reason=reason, until_unix=until, now_unix=now_unix)
+    entry = partial(_operators(now_unix, Verdict.OUT, reason), until_unix=until)
+    return _add(fleet, entry, ((name, "") for name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,34 +133,22 @@ def release(
             if gpu in held
         ]
     targets = [*((machine, "") for machine in machines), *gpus]
-    return _added(fleet, targets, Verdict.RELEASE, reason=reason, now_unix=now_unix)
+    return _add(fleet, _operators(now_unix, Verdict.RELEASE, reason), targets)
 
 
-def _added(
-    fleet: Fleet,
-    targets: Iterable[tuple[str, str]],
-    verdict: Verdict,
-    *,
-    reason: str,
-    now_unix: float,
-    until_unix: float | None = None,
+def _add(
+    fleet: Fleet, entry: Callable[..., Entry], targets: Iterable[tuple[str, str]]
 ) -> list[Entry]:
-    """Add an operator's entries; `targets` are machines, each with a GPU or none."""
-    entries = [
-        Entry(
-            t_unix=now_unix,
-            machine=machine,
-            verdict=verdict,
-            source="operator",
-            reason=reason,
-            by=writer(),
-            until_unix=until_unix,
-            gpu=gpu,
-        )
-        for machine, gpu in targets
-    ]
+    """Add an entry for each of `targets`: machines, each with a GPU or none."""
+    entries = [entry(machine=machine, gpu=gpu) for machine, gpu in targets]
     fleet.add(*entries)
     return entries
+
+
+def _operators(now_unix: float, verdict: Verdict, reason: str) -> partial[Entry]:
+    return partial(
+        Entry, t_unix=now_unix, verdict=verdict, source="operator", reason=reason, by=writer()
+    )
 
 
 def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
@@ -173,10 +161,9 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     """
     if target != "slurm":
         raise UserError("HF692", f"{target} has no check; check them yourself, then use --force")
-    where = NodeSelection(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
-    round_ = Preflight(where=where, folder=folder, say=lambda _: None)
+    round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
-    reports = round_.run(expected, names=(), skip=("storage",), timeout_s=CHECK_S)
+    reports = round_.run(expected, skip=("storage",), timeout_s=CHECK_S)
     failed = {report.node: _said(report) for report in reports if report.level == "fail"}
     if not failed:
         round_.tidy()
@@ -195,16 +182,9 @@ def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) ->
     failed = [report for report in reports if report.level == "fail" and report.findings]
     if 2 * len(failed) >= len(reports):
         return []
+    entry = partial(Entry, t_unix=now_unix, verdict=Verdict.OUT, source="preflight", by=writer())
     entries = [
-        Entry(
-            t_unix=now_unix,
-            machine=report.node,
-            verdict=Verdict.OUT,
-            source="preflight",
-            reason=f"preflight: {said}",
-            by=writer(),
-            gpu=gpu,
-        )
+        entry(machine=report.node, reason=f"preflight: {said}", gpu=gpu)
         for report in failed
         for gpu, said in _by_gpu(report).items()
     ]
@@ -292,12 +272,8 @@ def drain(
         UserError: HF690 the ledger cannot be written; HF693 the platform refuses.
         PlatformError: the platform is away.
     """
-    who = writer()
-    platform.drain_machines(names, f"{reason} (holdfast drain, {who})")
-    drained = partial(
-        Entry, t_unix=now_unix, verdict=Verdict.DRAIN, source="operator", reason=reason, by=who
-    )
-    fleet.add(*(drained(machine=name) for name in names))
+    platform.drain_machines(names, f"{reason} (holdfast drain, {writer()})")
+    _add(fleet, _operators(now_unix, Verdict.DRAIN, reason), ((name, "") for name in names))
     shown: dict[str, str] = {}
 
     def look() -> dict[str, str]:
