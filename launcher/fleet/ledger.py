@@ -17,7 +17,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -254,21 +255,17 @@ class _Register:
         self._register = register
 
     def entries(self) -> list[Entry]:
-        try:
+        with _reached():
             found = self._register.get_state()
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
         return [] if found is None else _decoded(found[0])
 
     def prepare(self) -> None:
-        try:
+        with _reached():
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
 
     def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        try:
+        with _reached():
             current = self._register.get_state()
             for _ in range(_SWAPS):
                 known, token = ([], None) if current is None else (_decoded(current[0]), current[1])
@@ -281,9 +278,15 @@ class _Register:
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
         raise UserError("HF690", f"the fleet's ledger: others came first {_SWAPS} times; try again")
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
 
 
 def _encoded(entries: Iterable[Entry]) -> bytes:

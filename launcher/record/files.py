@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,57 +126,50 @@ def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0
 def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
     """Return path and state of each event file, by name."""
     folder = run_dir / "events"
-    try:
-        with os.scandir(folder) as entries:
-            found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
-            found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
-    except FileNotFoundError:
-        return []  # no event yet, or the run is being removed
-    except OSError as error:
-        raise _unreadable(folder, error) from error
+    found: list[tuple[str, os.stat_result]] = []
+    # No folder: no event yet, or the run is being removed.
+    with _reading(folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+        found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
+        found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
     return sorted(found, key=lambda file: file[0])
 
 
 def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
     """Return path and state of one writer's file, if it exists."""
     path = run_dir / "events" / f"{writer}.jsonl"
-    try:
+    with _reading(path), suppress(FileNotFoundError):
         return [(str(path), path.stat())]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    return []
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
     """Yield the whole lines of a file that begin at byte `start` or after it."""
-    try:
-        with open_regular(Path(path)) as file:
-            if start:
-                file.seek(start - 1)
-                file.readline(_MAX_LINE_BYTES)
-            while line := file.readline(_MAX_LINE_BYTES):
-                if not line.endswith(b"\n"):
-                    return  # the rest may be written while we look
-                yield line
-    except OSError as error:
-        raise _unreadable(Path(path), error) from error
+    with _reading(Path(path)), open_regular(Path(path)) as file:
+        if start:
+            file.seek(start - 1)
+            file.readline(_MAX_LINE_BYTES)
+        while line := file.readline(_MAX_LINE_BYTES):
+            if not line.endswith(b"\n"):
+                return  # the rest may be written while we look
+            yield line
 
 
 def _next_line(path: str, start: int) -> int:
     """Return where the first line begins at byte `start` or after it."""
     if not start:
         return 0
+    with _reading(Path(path)), open_regular(Path(path)) as file:
+        file.seek(start - 1)
+        return start - 1 + len(file.readline(_MAX_LINE_BYTES))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with open_regular(Path(path)) as file:
-            file.seek(start - 1)
-            return start - 1 + len(file.readline(_MAX_LINE_BYTES))
+        yield
     except OSError as error:
-        raise _unreadable(Path(path), error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError("HF613", f"{path} cannot be read: {error.strerror or error}")
+        why = error.strerror or error
+        raise UserError("HF613", f"{path} cannot be read: {why}") from error
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
