@@ -14,7 +14,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -218,18 +218,9 @@ def moved(
         before = held.get(gpu)
         if before is None or before.machine == machine or t_unix <= before.t_unix:
             continue
-        found.append(
-            Entry(
-                t_unix=t_unix,
-                machine=machine,
-                verdict=before.verdict,
-                source="gpu",
-                reason=f"{gpu} has come from {before.machine}: {before.reason}",
-                by=by,
-                until_unix=before.until_unix,
-                gpu=gpu,
-            )
-        )
+        reason = f"{gpu} has come from {before.machine}: {before.reason}"
+        entry = replace(before, t_unix=t_unix, machine=machine, source="gpu", reason=reason)
+        found.append(replace(entry, by=by, run=""))
     return found
 
 
@@ -302,7 +293,7 @@ def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[
 
 def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:
     """Yield what a run's events of EVIDENCE, in order of time, hold against machines."""
-    events = list(events)
+    events, made = list(events), partial(Entry, run=run, by=by)
     hosts: dict[str, str] = {}
     lost: list[tuple[Event, str]] = []
     for event in events:
@@ -312,7 +303,7 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]
         host = hosts[member] = str(event.fields.get("host") or hosts.get(member) or member)
         reason = str(event.fields.get("reason") or "no reason was written")
         gpu = next(iter(uuids_in(reason)), "")
-        entry = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
+        entry = partial(made, t_unix=event.t_unix, machine=host)
         if event.event == "member.evicted":
             kind = str(event.fields.get("kind") or "")
             if kind not in _OF_THE_PROGRAM:
@@ -328,15 +319,9 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]
             yield entry(verdict=Verdict.STRIKE, source="straggler", reason=told)
     for event, host in lost:
         if _alone(host, event, lost) and _counts(host, event, events):
-            yield Entry(
-                t_unix=event.t_unix,
-                machine=host,
-                verdict=Verdict.STRIKE,
-                source="loss",
-                reason=f"lost: {event.fields.get('reason') or 'no reason was written'}",
-                by=by,
-                run=run,
-            )
+            told = f"lost: {event.fields.get('reason') or 'no reason was written'}"
+            entry = partial(made, t_unix=event.t_unix, machine=host)
+            yield entry(verdict=Verdict.STRIKE, source="loss", reason=told)
 
 
 def _alone(host: str, event: Event, lost: Iterable[tuple[Event, str]]) -> bool:
