@@ -71,9 +71,9 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
             logs.append(log)
         if _is_run(root):
             record = _recorded(root, len(logs), unread)
-    found = judge(logs, unread, record)
+    found = judge(logs, record)
     evidence = tuple(replace(each, text=masked(each.text)) for each in found.evidence)
-    return replace(found, evidence=evidence)
+    return replace(found, evidence=evidence, unread=tuple(unread))
 
 
 def run_failures(run_dir: Path) -> list[dict[str, Any]]:
