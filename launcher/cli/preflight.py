@@ -63,7 +63,7 @@ Examples:
     "--folder",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="For what crosses, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
+    help="For the round's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
 )
 @fleet_option
 @set_option
