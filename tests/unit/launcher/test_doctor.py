@@ -149,6 +149,16 @@ def test_ranks_that_read_the_same_data_are_told() -> None:
     )
 
 
+def test_what_could_not_be_read_is_told_with_every_diagnosis(tmp_path: Path) -> None:
+    steps = ((rank, step) for step in range(3) for rank in range(4))
+    lines = (f"[rank{rank}] step {step} sample_ids=[{step}, 0]\n" for rank, step in steps)
+    (tmp_path / "run.log").write_text("".join(lines))
+    (tmp_path / "core").write_bytes(bytes(range(1, 32)) * 99)
+    found = diagnose([str(tmp_path)], tmp_path, io.BytesIO())
+    assert found.name == "same_data"
+    assert found.unread == (f"{tmp_path / 'core'}: binary, not a log",)
+
+
 WATCHDOG = (
     "[PG ID 0 PG GUID 0(default_pg) Rank {}] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum={}, OpType={}, NumelIn=4, Timeout(ms)=600000) ran for 600010 milliseconds\n"
