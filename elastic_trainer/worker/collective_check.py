@@ -1,9 +1,10 @@
 """A node's part in preflight's collectives.
 
-Run with `python -m`; arguments: folder, name, address, backend (gloo or nccl). The driver
-(launcher/fleet/preflight/collectives.py) writes rounds into the folder, the nodes their answers.
-A child is forked for each round, so that a collective that never ends takes only that child
-with it; torch is imported once. A group's first node opens the store.
+Run with `python -m`; arguments: folder, name, backend (gloo or nccl), and the address where others
+reach it, if that is not its host name's. The driver (launcher/fleet/preflight/collectives.py)
+writes rounds into the folder, the nodes their answers. A child is forked for each round, so that a
+collective that never ends takes only that child with it; torch is imported once. A group's first
+node opens the store.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -39,11 +41,11 @@ class _RoundServer:
     backend: str
 
 
-def serve(folder: str, node: str, host: str, backend: str) -> None:
+def serve(folder: str, node: str, backend: str, address: str | None = None) -> None:
     """Take part in rounds as `node` until the driver says stop, or nothing for long."""
     import torch.distributed  # noqa: F401  once, before the forks
 
-    place = Path(folder)
+    place, host = Path(folder), address or socket.gethostbyname(socket.gethostname())
     server = _RoundServer(place=place, node=node, host=host, backend=backend)
     write_atomic(place / f"hello-{node}.json", json.dumps({"pid": os.getpid()}))
     number, heard = 1, time.monotonic()

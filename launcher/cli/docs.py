@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from launcher.cli.main import COMMANDS, cli
-from launcher.doctor.runbooks.pages import index, page, titles
+from launcher.doctor.runbook import index, page, titles
 from launcher.runs.checkpoints.start_from import table
 from launcher.spec.codes import CODES, WARNINGS
 from launcher.spec.env import SecretRef

@@ -44,14 +44,13 @@ def drain(
     switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
     code 1: something is left there after TIME; it is named, and the drain stays.
     """
-    from launcher.fleet import drain as ops
+    from launcher.fleet import nodes as ops
     from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import machines_of
     from launcher.platforms.targets import target_named
 
     try:
         wait_s = seconds("--by", by)
-        platform = machines_of(target_named(target).load_backend())
+        platform = ops.machines_of(target_named(target).load_backend())
         names = ops.named(nodes, platform.machines())
         done = ops.drain(
             platform,

@@ -25,8 +25,8 @@ from launcher.cli.nodes import fleet_option
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.fleet.preflight.checks import Expected, NodeReport
     from launcher.fleet.preflight.nodes import NodeSelection
+    from launcher.fleet.preflight.report import Expected, NodeReport
     from launcher.record.fleet import Entry
 
 EPILOG = """\b
@@ -63,7 +63,7 @@ Examples:
     "--folder",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="For submitit's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
+    help="For the round's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
 )
 @fleet_option
 @set_option
@@ -93,8 +93,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.fleet.preflight.checks import Expected
     from launcher.fleet.preflight.nodes import NodeSelection, Preflight
+    from launcher.fleet.preflight.report import Expected
 
     try:
         where, expected = _asked(

@@ -32,8 +32,7 @@ Examples:
 @json_option
 def runbook(*, name: str | None, run: str | None, lists: bool, runs: Path, as_json: bool) -> int:
     """Print a runbook, as Markdown: by default that of RUN's failure, as the doctor sees it."""
-    from launcher.doctor.runbook import runbook_of
-    from launcher.doctor.runbooks.pages import page, titles
+    from launcher.doctor.runbook import page, runbook_of, titles
 
     try:
         if lists:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from launcher.api import Run
     from launcher.platforms.base import Backend
     from launcher.platforms.sites import Site
-    from launcher.record.excluded import ExcludedMachine
+    from launcher.record.failures import ExcludedMachine
     from launcher.runs.runs import StoredRun as Found
     from launcher.runs.submitting.submit import PreparedSubmission
 

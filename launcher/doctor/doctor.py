@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +17,8 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.record.signatures import Signature, signature_of
 from elastic_trainer.storage.files import open_regular
-from launcher.doctor.flight import MOST_BYTES, works_of
 from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
-from launcher.doctor.scan import Match, Scanned, scan
+from launcher.doctor.scan import Match, Scanned, TimedOut, scan
 from launcher.platforms.base import JobState
 from launcher.platforms.targets import TARGETS
 from launcher.record.event import describe, worker_rank
@@ -36,6 +36,7 @@ STDIN: Final = "-"
 _OF_A_RUN: Final = ("logs", "events", "job.json")
 _RANK_OF_FILE: Final = re.compile(r"(?:^|rank[_-]?|[_.-])(\d+)(?:\.(?:log|out|err|txt|json))?$")
 _ERROR_BYTES: Final = 8 << 20
+_DUMP_BYTES: Final = 256 << 20
 
 
 def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
@@ -43,7 +44,7 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
 
     Args:
         names: runs, files, folders, or "-".
-        folder: where runs lie.
+        folder: of runs.
         stdin: what "-" means.
 
     Raises:
@@ -70,9 +71,9 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
             logs.append(log)
         if _is_run(root):
             record = _recorded(root, len(logs), unread)
-    found = judge(logs, unread, record)
+    found = judge(logs, record)
     evidence = tuple(replace(each, text=masked(each.text)) for each in found.evidence)
-    return replace(found, evidence=evidence)
+    return replace(found, evidence=evidence, unread=tuple(unread))
 
 
 def run_failures(run_dir: Path) -> list[dict[str, Any]]:
@@ -82,7 +83,9 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
         UserError: HF613 the record cannot be read.
     """
     found, lost = [], _lost_kind(run_dir)
-    for failure in _failures(run_dir):
+    record = RunRecord(run_dir)
+    record.poll()
+    for failure in failures(record.events, epochs(record.events)):
         signature = _signature(failure, lost)
         of, action = signature.of, signature.action
         found.append(
@@ -143,12 +146,6 @@ def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]
     return [scan(io.BytesIO(f"{said}\n".encode()), name, number)] if said else []
 
 
-def _failures(run_dir: Path) -> list[RunFailure]:
-    record = RunRecord(run_dir)
-    record.poll()
-    return failures(record.events, epochs(record.events))
-
-
 def _path_of(name: str, folder: Path) -> Path:
     for path in (Path(name), folder / name):
         if path.exists():
@@ -191,23 +188,20 @@ def _read(path: Path, root: Path, number: int) -> Scanned:
         head = file.read(4096)
         file.seek(0)
         if head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
-            works = works_of(file.read(MOST_BYTES), rank or 0)
+            works = works_of(file.read(_DUMP_BYTES), rank or 0)
             return Scanned(file=str(path), num_bytes=len(head), works=works)
         if head[:1] == b"{" and path.suffix == ".json":
-            text, rank = _error_file(file.read(_ERROR_BYTES)), _rank_of_error(path, rank)
+            text = _error_file(file.read(_ERROR_BYTES))
+            if path.parent.name.isdigit():  # torchelastic's .../attempt_0/RANK/error.json
+                rank = int(path.parent.name)
             if text:
                 return scan(io.BytesIO(text), str(path), number, rank=rank)
             file.seek(0)
         return scan(file, str(path), number, rank=rank, node=node)
 
 
-def _rank_of_error(path: Path, rank: int | None) -> int | None:
-    """Return the rank of torchelastic's .../attempt_0/RANK/error.json."""
-    return int(path.parent.name) if path.parent.name.isdigit() else rank
-
-
 def _error_file(content: bytes) -> bytes:
-    """Return the text of an error file of torchelastic; empty: it is none."""
+    """Return the text of an error file of torchelastic; empty for another file."""
     try:
         message = json.loads(content)["message"]
         if isinstance(message, str):
@@ -218,6 +212,40 @@ def _error_file(content: bytes) -> bytes:
         return text.encode()
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return b""
+
+
+def works_of(dump: bytes, rank: int) -> list[TimedOut]:
+    """Return the oldest collective of each process group that has not completed.
+
+    A dump is JSON in the format of FlightRecorder.hpp; torch's pickles are not read.
+
+    Raises:
+        ValueError: it is another file.
+    """
+    try:
+        entries = json.loads(dump)["entries"]
+        waiting: dict[str, Mapping[str, Any]] = {}
+        newest: dict[str, int] = {}
+        for entry in entries:
+            if entry.get("is_p2p"):
+                continue
+            group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            newest[group] = max(newest.get(group, 0), number)
+            if entry["state"] != "completed" and not entry.get("retired"):
+                waiting.setdefault(group, entry)
+        return [
+            TimedOut(
+                group,
+                rank,
+                int(entry["collective_seq_id"]),
+                str(entry.get("profiling_name", "?")).removeprefix("nccl:").removeprefix("gloo:"),
+                sum(math.prod(map(int, shape)) for shape in entry.get("input_sizes") or ()) or None,
+                newest[group],
+            )
+            for group, entry in waiting.items()
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a flight recorder's dump: {error}") from error
 
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:

@@ -10,7 +10,7 @@ may say why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -94,7 +94,7 @@ class AgentsRecord:
     """What the agents of a run recorded."""
 
     failures: Sequence[Recorded] = ()
-    """In order of time."""
+    """Sorted by time."""
     code: int | None = None
     """Exit code of the attempt; None: it has not ended, or nobody knows."""
 
@@ -120,11 +120,9 @@ class _Evidence:
     survived: list[Match] = field(default_factory=list)
 
 
-def judge(
-    logs: Sequence[Scanned], unread: Sequence[str] = (), record: AgentsRecord | None = None
-) -> Diagnosis:
+def judge(logs: Sequence[Scanned], record: AgentsRecord | None = None) -> Diagnosis:
     """Return the root cause of what `logs`, and the record of the run they are of, tell."""
-    record, unread = record or AgentsRecord(), tuple(unread)
+    record = record or AgentsRecord()
     seen = _sorted_out(logs, record)
     failed = [each for each in seen.found if not each.warned]
     if failed and any(each.signature.action is not Remedy.NONE for each in failed):
@@ -134,7 +132,7 @@ def judge(
     if record.open:
         first = min(record.open, key=lambda each: _order(each.found))
         others = [*seen.found, *seen.survived, *told]
-        return _of_record(first, logs, seen.found, others, unread, survived=False)
+        return _of_record(first, logs, seen.found, others, survived=False)
     if record.went_on:
         last = record.failures[-1] if record.failures else None
         failed = [
@@ -145,12 +143,12 @@ def judge(
         ]
         if last is not None and not failed:
             lines = [*seen.found, *seen.survived]
-            return _of_record(last, logs, lines, [*lines, *told], unread, survived=True)
+            return _of_record(last, logs, lines, [*lines, *told], survived=True)
     if not failed:
-        return _same_samples(logs) or _healthy(logs, seen, unread)
+        return _same_samples(logs) or _healthy(logs, seen)
     root = min(failed, key=_order)
     alike = sorted((each for each in failed if each.signature.of is root.signature.of), key=_order)
-    return _diagnosis(root, alike, logs, [*failed, *seen.survived], unread)
+    return _diagnosis(root, alike, logs, [*failed, *seen.survived])
 
 
 def _of_record(
@@ -158,7 +156,6 @@ def _of_record(
     logs: Sequence[Scanned],
     lines: Sequence[Match],
     others: Sequence[Match],
-    unread: tuple[str, ...],
     *,
     survived: bool,
 ) -> Diagnosis:
@@ -177,7 +174,7 @@ def _of_record(
         and (each is root or _in_place(each, recorded))
     ]  # fmt: skip
     alike = [root, *sorted((each for each in same if each is not root), key=_order)]
-    found = _diagnosis(root, alike, logs, others, unread)
+    found = _diagnosis(root, alike, logs, others)
     node = own.node if root is own or root.node is None else root.node
     rank = own.rank if root is own or root.rank is None else root.rank
     shown = found.evidence if own in found.evidence else (*found.evidence[: _EVIDENCE - 1], own)
@@ -221,7 +218,6 @@ def _diagnosis(
     alike: Sequence[Match],
     logs: Sequence[Scanned],
     lines: Iterable[Match],
-    unread: tuple[str, ...],
 ) -> Diagnosis:
     others = dict.fromkeys(
         each.signature.of.name for each in lines if each.signature.of is not root.signature.of
@@ -245,7 +241,6 @@ def _diagnosis(
         evidence=_shown(alike),
         also=tuple(others),
         runbook=of.runbook,
-        unread=unread,
     )
 
 
@@ -299,7 +294,7 @@ def _first_place(root: Match, alike: Sequence[Match]) -> tuple[int | None, str |
     return rank, node
 
 
-def _confidence(root: Match, alike: Sequence[Match], others: Iterable[str]) -> float:
+def _confidence(root: Match, alike: Sequence[Match], others: Collection[str]) -> float:
     base = {
         Rank.MACHINE: 0.95,
         Rank.CAUSE: 0.9,
@@ -308,11 +303,12 @@ def _confidence(root: Match, alike: Sequence[Match], others: Iterable[str]) -> f
         Rank.CONSEQUENCE: 0.5,
         Rank.SUMMARY: 0.4,
     }[root.signature.rank]
-    rivals = sum(1 for _ in others)
-    return max(0.1, base - 0.02 * min(rivals, 5) + 0.01 * min(len(alike), 4) - 0.2 * root.warned)
+    return max(
+        0.1, base - 0.02 * min(len(others), 5) + 0.01 * min(len(alike), 4) - 0.2 * root.warned
+    )
 
 
-def _healthy(logs: Sequence[Scanned], seen: _Evidence, unread: tuple[str, ...]) -> Diagnosis:
+def _healthy(logs: Sequence[Scanned], seen: _Evidence) -> Diagnosis:
     num_bytes = sum(log.num_bytes for log in logs)
     if num_bytes == 0 or all(log.binary for log in logs if log.num_bytes):
         why = "nothing was written" if num_bytes == 0 else "these files are binary, not logs"
@@ -322,7 +318,6 @@ def _healthy(logs: Sequence[Scanned], seen: _Evidence, unread: tuple[str, ...]) 
             action=Remedy.NONE,
             confidence=0.0,
             why=why,
-            unread=unread,
         )
     passed = sorted({each.signature.of.name for each in (*seen.survived, *seen.found)})
     why = "No failure found."
@@ -336,7 +331,6 @@ def _healthy(logs: Sequence[Scanned], seen: _Evidence, unread: tuple[str, ...]) 
         confidence=0.8 if progress else 0.5,
         why=why,
         also=tuple(passed),
-        unread=unread,
     )
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elastic_trainer.record.signatures import Rank, Signature, signatures
-from launcher.doctor.literals import compiled, names_numbers
+from launcher.doctor.literals import literals_of, names_numbers
 
 if TYPE_CHECKING:
     from ahocorasick_rs import BytesAhoCorasick
@@ -60,7 +60,7 @@ _SURVIVED: Final = re.compile(
     r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
     r"|enabled|set to|timeout[=:])\b"
 )
-"""Words of a failure that was got over, or of none at all."""
+"""Words of a failure that was overcome, or did not happen."""
 _PROGRESS: Final = re.compile(
     r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,12}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
@@ -122,9 +122,9 @@ class Match:
     line: int
     text: str
     order: tuple[int, int]
-    """Of the log among the logs, of the line in its log."""
+    """Number of the log, number of the line in it."""
     t_unix: float | None
-    """Of the line, else of the nearest line with a time before it."""
+    """Time of the line, else of the nearest line before it that has one."""
     rank: int | None
     node: str | None
     warned: bool = False
@@ -172,7 +172,7 @@ class _State:
     spent: set[int] = field(default_factory=set)
     """Signatures found often enough."""
     without: frozenset[int] = frozenset()
-    """Those of them that are no longer searched for."""
+    """Signatures that are no longer searched for."""
     known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Line without its digits -> its signatures."""
 
@@ -188,7 +188,11 @@ class _Search:
 
 @functools.cache
 def _index() -> dict[str, frozenset[int]]:
-    index = compiled(each.pattern for each in signatures())
+    """Return literal -> the signatures that need it."""
+    index: dict[str, set[int]] = defaultdict(set)
+    for number, each in enumerate(signatures()):
+        for word in literals_of(each.pattern.pattern):
+            index[word].add(number)
     return {word: frozenset(needed) for word, needed in index.items()}
 
 
@@ -226,14 +230,7 @@ def _search(without: frozenset[int] = frozenset()) -> _Search:
 def scan(
     stream: BinaryIO, file: str, number: int, *, rank: int | None = None, node: str | None = None
 ) -> Scanned:
-    """Return what a log says.
-
-    Args:
-        stream: its bytes.
-        file: its name in findings.
-        number: of the log among those looked at.
-        rank: of the worker that wrote all of it.
-        node: that it is from.
+    """Return what a log says; `number` is its place among the logs, `rank` its only writer.
 
     Raises:
         OSError: it cannot be read.
@@ -276,7 +273,7 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
 
 
 def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
-    """Return all of a UTF-16 log, as PowerShell writes them, as UTF-8; None: it is none."""
+    """Return all of a UTF-16 log, as PowerShell writes them, as UTF-8; None: another log."""
     if head[:2] not in (b"\xff\xfe", b"\xfe\xff"):
         return None
     rest = stream.read(64 << 20)
@@ -296,7 +293,7 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         if right < 0:
             line_end = right = size
         raw = block[left:right]
-        if redrawn:  # what was written over, as by progress bars, is a line of its own
+        if redrawn:  # what was written over, as by progress bars, counts as a line
             left = max(left, block.rfind(b"\r", left, begin) + 1)
             end = block.find(b"\r", begin, right)
             line_end = right = right if end < 0 else end
@@ -346,16 +343,17 @@ def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
         text = _text(raw) if near else ""
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
         if len(found) > 1:  # an exception that no other rule knows
-            found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
+            special = (
+                each
+                for each in found
+                if known[each].of.name != "py_error" or known[each].rank is not Rank.SUMMARY
+            )
+            found = tuple(special) or found[:1]
         if found and _SURVIVED.search(text) is not None and not _is_raised(text):
             found = tuple(each for each in found if known[each].rank is Rank.MACHINE)
         if len(state.known) < _MOST_NOTES:
             state.known[key] = found
     return found
-
-
-def _is_generic(signature: Signature) -> bool:
-    return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
 def _text(raw: bytes) -> str:

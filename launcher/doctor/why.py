@@ -95,13 +95,7 @@ class Why:
 
 
 def explain(status: RunStatus, output: Sequence[Path], *, now_unix: float) -> Why:
-    """Return why a run is where it is.
-
-    Args:
-        status: the platform's word and the run's record.
-        output: files with the platform's own output of the job, the newest last.
-        now_unix: the time.
-    """
+    """Return why a run is where it is; `output` are the platform's files, the newest last."""
     return replace(_explain(status, output, now_unix), failures=run_failures(status.run.path))
 
 
@@ -196,7 +190,7 @@ def _ended(status: RunStatus, output: Sequence[Path]) -> Why:
         short = f"it was stopped before anything was saved and ended{ending}"
     elif state is JobState.SAVED and training is not None and training.saved_step is not None:
         short = f"it has saved its state at step {training.saved_step} and ended{ending}"
-    elif state is JobState.SAVED:  # by a script, of which there is no record but the reason
+    elif state is JobState.SAVED:  # by a script, whose record has the reason only
         short = f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
     else:
         text = reason or platform_text(status) or "no reason is recorded"

@@ -17,10 +17,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 FOLDER: Final = "fleet"
 """Its name beside the runs."""
 _MAX_BYTES: Final = 64 * 1024
-"""Of a file."""
+"""Longest file of an entry."""
 MOST_BYTES: Final = 512 * 1024
-"""Of a ConfigMap, which takes 1 MiB: some 1,500 entries."""
+"""Longest content of a ConfigMap, which takes 1 MiB: some 1,500 entries."""
 _REASON_CHARS: Final = 300
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
@@ -57,35 +58,24 @@ _WAY_OUT: Final = (
 )
 
 
-class Store(Protocol):
-    """Where a ledger lies."""
-
-    def entries(self) -> list[Entry]:
-        """Return all entries; what is none is passed over."""
-
-    def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        """Add entries; return those that were not there."""
-
-    def prepare(self) -> None:
-        """Make the place, where that takes a right that pods do not have."""
-
-
 class Fleet:
     """A ledger.
 
     Args:
-        place: a folder of its own, which need not exist; or a register (a board) of its own.
+        place: a folder, which need not exist, or a register (a board), with nothing else in it.
         wall: the clock.
     """
 
     def __init__(self, place: Path | Board, *, wall: Callable[[], float] = time.time) -> None:
-        self._store: Store = _Folder(place) if isinstance(place, Path) else _Register(place)
+        self._store: _Folder | _Register = (
+            _Folder(place) if isinstance(place, Path) else _Register(place)
+        )
         self._wall = wall
         self._told: set[str] = set()
         """Names of entries that `harvest` has added."""
 
     def entries(self) -> list[Entry]:
-        """Return all entries, by time; what is none is passed over.
+        """Return all entries, by time; skip anything else.
 
         Raises:
             UserError: HF690 it cannot be read.
@@ -93,7 +83,7 @@ class Fleet:
         return sorted(self._store.entries(), key=lambda entry: (entry.t_unix, entry.machine))
 
     def add(self, *entries: Entry) -> list[Entry]:
-        """Write entries; return those that were not there.
+        """Write entries; return the new ones.
 
         Raises:
             UserError: HF690 it cannot be written, or is full.
@@ -117,16 +107,16 @@ class Fleet:
         newest: bool = False,
         only: str | None = None,
     ) -> list[Entry]:
-        """Take over what a run's record holds against machines; return what was new.
+        """Add what a run's record holds against machines; return what was new.
 
-        Machines that have a GPU now which something is held against are told, too. What this object
-        has taken over before is not looked up again.
+        What is held against a GPU is added to the machine that has it now. What this object has
+        added before is skipped.
 
         Args:
             run_dir: the run.
-            since_unix: what happened before is left out.
-            newest: look at the ends of the files only: quick for records of months.
-            only: of this writer, RUN/events/<only>.jsonl; None: of all.
+            since_unix: skip what happened before.
+            newest: read the ends of the files only: quick for records of months.
+            only: read this writer's file only.
 
         Raises:
             UserError: HF613 the record cannot be read; HF690 the ledger cannot be written.
@@ -175,15 +165,10 @@ def fleet_at(
     *,
     wall: Callable[[], float] = time.time,
 ) -> Fleet:
-    """Return the ledger at a place.
-
-    Args:
-        place: a folder, or `kubernetes://NAMESPACE/NAME`.
-        server: returns a client of the cluster, should it be one.
-        wall: the clock.
+    """Return the ledger at a place: a folder, or `kubernetes://NAMESPACE/NAME`.
 
     Raises:
-        UserError: HF690 the place is none; HF632, HF750 to HF752 there is no way to the cluster.
+        UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.
     """
     if not place.startswith(KUBERNETES):
         return Fleet(Path(place), wall=wall)
@@ -198,11 +183,11 @@ def fleet_at(
 
 
 def place_for(run_dir: Path) -> str:
-    """Return where the ledger lies that counts for a run."""
+    """Return the place of the ledger that counts for a run."""
     named = read_json(run_dir / "job.json").get("fleet")
     if isinstance(named, str):
         return named
-    # The tasks of an array have folders of their own in its folder.
+    # Each task of an array has a folder in the array's.
     return str((run_dir.parent if run_dir.name.isdigit() else run_dir).parent / FOLDER)
 
 
@@ -270,21 +255,17 @@ class _Register:
         self._register = register
 
     def entries(self) -> list[Entry]:
-        try:
+        with _reached():
             found = self._register.get_state()
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
         return [] if found is None else _decoded(found[0])
 
     def prepare(self) -> None:
-        try:
+        with _reached():
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
 
     def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        try:
+        with _reached():
             current = self._register.get_state()
             for _ in range(_SWAPS):
                 known, token = ([], None) if current is None else (_decoded(current[0]), current[1])
@@ -297,9 +278,15 @@ class _Register:
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]
-        except OSError as error:
-            raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
         raise UserError("HF690", f"the fleet's ledger: others came first {_SWAPS} times; try again")
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
 
 
 def _encoded(entries: Iterable[Entry]) -> bytes:

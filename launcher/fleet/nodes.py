@@ -1,22 +1,28 @@
-"""`holdfast nodes` without the command line: the fleet's ledger beside what the platform says."""
+"""`holdfast nodes` and `drain` without the command line: what ledger and platform say, and do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.plan.gpus import uuids_in
 from launcher.fleet.ledger import Fleet, writer
-from launcher.fleet.preflight.checks import Expected, NodeReport
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
+from launcher.fleet.preflight.report import Expected, NodeReport
 from launcher.platforms.base import Backend, Machine, Machines
+from launcher.platforms.retries import polled
+from launcher.platforms.slurm.parse import expand_nodes
 from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
 from launcher.spec.errors import UserError
 
 CHECK_S = 300.0
 """A node's check may take so long, with its wait in the queue."""
+LOOK_S = 2.0
+_SHOWN = 8
+"""So many racks a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +81,8 @@ def exclude(
         UserError: HF690 the ledger cannot be written.
     """
     until = None if for_s is None else now_unix + for_s
-    targets = ((name, "") for name in names)
-    return _added(fleet, targets, Verdict.OUT, reason=reason, until_unix=until, now_unix=now_unix)
+    entry = partial(_operators(now_unix, Verdict.OUT, reason), until_unix=until)
+    return _add(fleet, entry, ((name, "") for name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +108,7 @@ def release(
     Args:
         fleet: the ledger.
         names: machines; or UUIDs of GPUs, which are released on the machine that had them last.
-        check: of machines; None: they are not checked, and what is held against their GPUs stays:
-            these may be elsewhere by now.
+        check: None: what is held against the machines' GPUs, which may have moved, stays.
         reason: for the record.
         now_unix: the time.
 
@@ -128,50 +133,37 @@ def release(
             if gpu in held
         ]
     targets = [*((machine, "") for machine in machines), *gpus]
-    return _added(fleet, targets, Verdict.RELEASE, reason=reason, now_unix=now_unix)
+    return _add(fleet, _operators(now_unix, Verdict.RELEASE, reason), targets)
 
 
-def _added(
-    fleet: Fleet,
-    targets: Iterable[tuple[str, str]],
-    verdict: Verdict,
-    *,
-    reason: str,
-    now_unix: float,
-    until_unix: float | None = None,
+def _add(
+    fleet: Fleet, entry: Callable[..., Entry], targets: Iterable[tuple[str, str]]
 ) -> list[Entry]:
-    """Add an operator's entries; `targets` are machines, each with a GPU or none."""
-    entries = [
-        Entry(
-            t_unix=now_unix,
-            machine=machine,
-            verdict=verdict,
-            source="operator",
-            reason=reason,
-            by=writer(),
-            until_unix=until_unix,
-            gpu=gpu,
-        )
-        for machine, gpu in targets
-    ]
+    """Add an entry for each of `targets`: machines, each with a GPU or none."""
+    entries = [entry(machine=machine, gpu=gpu) for machine, gpu in targets]
     fleet.add(*entries)
     return entries
+
+
+def _operators(now_unix: float, verdict: Verdict, reason: str) -> partial[Entry]:
+    return partial(
+        Entry, t_unix=now_unix, verdict=verdict, source="operator", reason=reason, by=writer()
+    )
 
 
 def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
     """Run `holdfast preflight` on machines.
 
     Raises:
-        UserError: HF692 there is no check on this platform.
+        UserError: HF692 this platform has no check.
         UserError: HF661 Slurm does not know them, and others of preflight.
         PlatformError: Slurm is away.
     """
     if target != "slurm":
-        raise UserError("HF692", f"there is no check on {target}; check them, then use --force")
-    where = NodeSelection(cluster="slurm", partition=None, nodes=",".join(names), gres_gpus=gpus)
-    round_ = Preflight(where=where, folder=folder, say=lambda _: None)
+        raise UserError("HF692", f"{target} has no check; check them yourself, then use --force")
+    round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
-    reports = round_.run(expected, names=(), skip=("storage",), timeout_s=CHECK_S)
+    reports = round_.run(expected, skip=("storage",), timeout_s=CHECK_S)
     failed = {report.node: _said(report) for report in reports if report.level == "fail"}
     if not failed:
         round_.tidy()
@@ -181,8 +173,8 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
 def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
     """Put out machines that preflight found unfit, if fewer than half are; return the entries.
 
-    What more of them have in common is no machine's fault. One that has not answered in time may
-    only have been busy.
+    A fault that more of them share is not a machine's. One that has not answered in time may only
+    have been busy.
 
     Raises:
         UserError: HF690 the ledger cannot be written.
@@ -190,16 +182,9 @@ def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) ->
     failed = [report for report in reports if report.level == "fail" and report.findings]
     if 2 * len(failed) >= len(reports):
         return []
+    entry = partial(Entry, t_unix=now_unix, verdict=Verdict.OUT, source="preflight", by=writer())
     entries = [
-        Entry(
-            t_unix=now_unix,
-            machine=report.node,
-            verdict=Verdict.OUT,
-            source="preflight",
-            reason=f"preflight: {said}",
-            by=writer(),
-            gpu=gpu,
-        )
+        entry(machine=report.node, reason=f"preflight: {said}", gpu=gpu)
         for report in failed
         for gpu, said in _by_gpu(report).items()
     ]
@@ -234,3 +219,71 @@ def _by_gpu(report: NodeReport) -> dict[str, str]:
 def _said(report: NodeReport) -> str:
     said = [f"{each.check}: {each.text}" for each in report.findings if each.level == "fail"]
     return "; ".join(said) or report.problem
+
+
+# -- draining -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What came of a drain."""
+
+    left: tuple[str, ...]
+    """Machines on which nothing of a job is left."""
+    waiting: dict[str, str]
+    """The others, and what is still there."""
+
+
+def named(texts: Sequence[str], machines: Sequence[Machine]) -> list[str]:
+    """Return the machines that names, Slurm's lists or racks mean, in the platform's order. Pure.
+
+    Raises:
+        UserError: HF691 one is neither.
+    """
+    known = {machine.name for machine in machines}
+    racks = sorted({machine.rack for machine in machines} - {""})
+    wanted: set[str] = set()
+    for text in texts:
+        names = {machine.name for machine in machines if machine.rack == text}
+        names = names or set(expand_nodes(text))
+        if not names or names - known:
+            there = ", ".join(racks[:_SHOWN]) + (", …" if len(racks) > _SHOWN else "")
+            raise UserError(
+                "HF691",
+                f"{text!r:.80} is neither machine nor rack; racks: {there or 'not known'}",
+            )
+        wanted |= names
+    return [machine.name for machine in machines if machine.name in wanted]
+
+
+def drain(
+    platform: Machines,
+    fleet: Fleet,
+    names: Sequence[str],
+    *,
+    reason: str,
+    for_s: float,
+    now_unix: float,
+    say: Callable[[str], None],
+) -> Drained:
+    """Let jobs leave machines and begin there no more; wait at most `for_s` seconds.
+
+    Raises:
+        UserError: HF690 the ledger cannot be written; HF693 the platform refuses.
+        PlatformError: the platform is away.
+    """
+    platform.drain_machines(names, f"{reason} (holdfast drain, {writer()})")
+    _add(fleet, _operators(now_unix, Verdict.DRAIN, reason), ((name, "") for name in names))
+    shown: dict[str, str] = {}
+
+    def look() -> dict[str, str]:
+        nonlocal shown
+        there = platform.still_on(names)
+        if there != shown:
+            say(f"{len(names) - len(there)} of {len(names)} are free")
+        shown = there
+        return there
+
+    waiting = polled(look, lambda there: not there, for_s=for_s, every_s=LOOK_S)
+    left = tuple(name for name in names if name not in waiting)
+    return Drained(left=left, waiting=waiting)

@@ -46,7 +46,7 @@ from launcher.platforms.slurm.machines import machines
 from launcher.platforms.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
 from launcher.platforms.slurm.status_text import SCRIPT
 from launcher.record import stop_request
-from launcher.record.excluded import EXCLUSIONS, excluded_machines
+from launcher.record.failures import EXCLUSIONS, excluded_machines
 from launcher.record.files import events_named
 from launcher.record.fleet import kept_off, standings
 from launcher.spec.errors import HoldfastError, TemporaryError, UserError

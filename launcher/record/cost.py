@@ -27,10 +27,10 @@ from typing import Any, Final, NamedTuple
 
 from elastic_trainer.record.events import Event
 from launcher.record.event import whole
-from launcher.record.timeline import STEPS, EpochSpan, StepDone, epochs, lineage
+from launcher.record.timeline import STEPS, EpochSpan, epochs, lineage
 
 CAUSES: Final = ("productive", "redone", "restart", "hang", "other", "idle")
-"""In the order in which they are shown; they sum to what was allocated."""
+"""Sorted as they are shown; they sum to what was allocated."""
 QUEUE: Final = "queue"
 EVENTS: Final = (
     "run.started",
@@ -77,7 +77,7 @@ class GpuTime:
 
 
 class AttemptTime(NamedTuple):
-    """From one start of a run's agents to their end."""
+    """Time from one start of a run's agents to their end."""
 
     begun_t: float
     ended_t: float
@@ -101,10 +101,7 @@ def gpu_time_by_month(
 ) -> dict[str, GpuTime]:
     """Return what the run's GPUs were used for, by month in UTC (`2026-11`).
 
-    Args:
-        events: the record, in order of time.
-        gpus_per_node: of each of its nodes.
-        submitted: when its jobs were submitted, unix seconds.
+    Events are in order of time; `submitted` says when its jobs were, in unix seconds.
     """
     found: dict[str, GpuTime] = {}
     begun = attempts(events)
@@ -116,13 +113,7 @@ def gpu_time_by_month(
 
 
 def gpu_time_since(events: Sequence[Event], begun_t: float, *, gpus_per_node: int) -> GpuTime:
-    """Return what the run's GPUs were used for from `begun_t` on, unix seconds.
-
-    Args:
-        events: the record or its end, in order of time.
-        begun_t: what was before is left out.
-        gpus_per_node: of each of its nodes.
-    """
+    """Return what the run's GPUs were used for from `begun_t` on, unix seconds."""
     found = GpuTime()
     for each in _slices(attempts(events), events):
         seconds = max(0.0, each.ended_t - max(each.begun_t, begun_t))
@@ -193,19 +184,14 @@ def _members_time(
         if done_t <= now:
             continue
         first = now == span.formed_t
-        begun_t = max(now, done_t - _duration(done, first=first, since_last_s=done_t - now))
+        # One that does not say how long it took lasts since the step before it.
+        took_s = done.step_s if done.step_s is not None else 0.0 if first else done_t - now
+        begun_t = max(now, done_t - max(0.0, took_s))
         yield _Slice(now, begun_t, nodes, "restart" if first else "other")
         counted = (done.epoch, done.step) in counts
         yield _Slice(begun_t, done_t, nodes, "productive" if counted else "redone")
         now = done_t
     yield _Slice(now, ended_t, nodes, after if span.steps or after == "hang" else "restart")
-
-
-def _duration(done: StepDone, *, first: bool, since_last_s: float) -> float:
-    """Return how long a step took; one that does not say lasts since the step before it."""
-    if done.step_s is not None:
-        return max(0.0, done.step_s)
-    return 0.0 if first else since_last_s
 
 
 def _waits(begun: Sequence[AttemptTime], submitted: Iterable[float]) -> Iterator[_Slice]:

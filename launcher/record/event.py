@@ -15,7 +15,7 @@ _MAX_LINE: Final = 150
 
 
 _MAX_NUMBER: Final = 1e300
-"""What is not below is no number that a node has measured: infinite, or too long for a float."""
+"""Larger values were not measured: infinite, or too long for a float."""
 
 
 def node_names(raw: Any) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
-from launcher.record.event import node_names, number, worker_rank
+from launcher.record.event import named, node_names, number, worker_rank
 from launcher.record.timeline import EpochSpan
 
 PHASES: Final = (
@@ -56,7 +56,11 @@ _WEIGHT: Final = {
     Kind.KILLED: 1,
     "": -1,
 }
-"""Of several kinds that one node's failure seems to be, the heaviest is reported."""
+"""The heaviest of the kinds that one node's failure seems to be is reported."""
+
+
+EXCLUSIONS: Final = ("member.evicted", "member.readmitted")
+"""Events that say which machines are excluded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +84,7 @@ class RunFailure:
     """The fault's own moment when it was injected, else that of its detection."""
     detected_s: float | None = None
     recovered_s: float | None = None
-    """To the first step completed in a later epoch; None: never."""
+    """Time to the first step completed in a later epoch; None: never."""
     phases: dict[str, float] = field(default_factory=dict)
     steps_redone: int | None = 0
     """None: nothing tells (a script's)."""
@@ -277,3 +281,42 @@ def _measure(
     slowest.setdefault("form_epoch", max(0.0, after.formed_t - failure.t - known))
     order = [phase for phase in PHASES if phase in slowest]
     failure.phases = {phase: slowest[phase] for phase in dict.fromkeys([*order, *slowest])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludedMachine:
+    """A machine that the run excluded; its next submission does without it."""
+
+    host: str
+    """The platform's name of it."""
+    member: str
+    """The node it was then, as the run calls it; on Kubernetes a pod."""
+    reason: str
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        return f"{named(self.host, self.member)}: {self.reason}"
+
+    def to_json(self) -> dict[str, str]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+
+def excluded_machines(events: Iterable[Event], *, since_unix: float = 0.0) -> list[ExcludedMachine]:
+    """Return the machines that were excluded and not readmitted, by name; each once.
+
+    Its pod may be on another one by now; the machine stays excluded until the operator readmits it.
+    What was excluded before `since_unix` is left out.
+    """
+    found: dict[str, ExcludedMachine] = {}
+    for event in events:
+        member = event.fields.get("member")
+        if event.event not in EXCLUSIONS or not isinstance(member, str):
+            continue
+        host = str(event.fields.get("host") or member)
+        if event.event == "member.readmitted":
+            found.pop(host, None)
+        elif event.t_unix >= since_unix:
+            reason = str(event.fields.get("reason") or "no reason was written")
+            found[host] = ExcludedMachine(host=host, member=member, reason=reason)
+    return [found[host] for host in sorted(found)]

@@ -1,6 +1,6 @@
 """Reads the event files of a run, and writes the launcher's own. The others here open no file.
 
-Every writer has a file of its own, RUN/events/<writer>.jsonl, which only grows. Events are
+Every writer has a file, RUN/events/<writer>.jsonl, which only grows. Events are
 ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so do the times here.
 """
 
@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ _MAX_FILES: Final = 8192
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
 _MAX_UNIX: Final = 1e11
-"""Of an event: dates of four digits and a few more."""
+"""Latest time of an event: years of four digits, and a few more."""
 _CLOCK_SLACK_S: Final = 3600.0
 """The file server's clock and a submission's may differ by less than this."""
 
@@ -49,7 +50,7 @@ class RunRecord:
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
-        """Read what is new and return it, by `t_unix`. No file yet is no error.
+        """Read what is new and return it, by `t_unix`. There may be no file yet.
 
         Raises:
             UserError: HF613 the record cannot be read.
@@ -74,13 +75,9 @@ class RunRecord:
 
 
 def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
-    """Return the events at the ends of the files, by time: quick for records of months.
+    """Return the events at the ends of the files, or of one writer's: quick for records of months.
 
     Files that cannot be read are passed over: the others tell enough.
-
-    Args:
-        run_dir: the run.
-        writer: only of the file RUN/events/<writer>.jsonl; None: of all.
 
     Raises:
         UserError: HF613 the folder cannot be read.
@@ -112,10 +109,7 @@ def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
 def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
     """Return the events of these names, by time.
 
-    Args:
-        run_dir: the run.
-        names: which.
-        since_unix: files that were written last long before this are not opened.
+    Files that were written last long before `since_unix` are not opened.
 
     Raises:
         UserError: HF613 the record cannot be read.
@@ -132,61 +126,54 @@ def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0
 def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
     """Return path and state of each event file, by name."""
     folder = run_dir / "events"
-    try:
-        with os.scandir(folder) as entries:
-            found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
-            found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
-    except FileNotFoundError:
-        return []  # no event yet, or the run is being removed
-    except OSError as error:
-        raise _unreadable(folder, error) from error
+    found: list[tuple[str, os.stat_result]] = []
+    # No folder: no event yet, or the run is being removed.
+    with _reading(folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+        found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
+        found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
     return sorted(found, key=lambda file: file[0])
 
 
 def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
-    """Return path and state of one writer's file, if there is one; others are not looked at."""
+    """Return path and state of one writer's file, if it exists."""
     path = run_dir / "events" / f"{writer}.jsonl"
-    try:
+    with _reading(path), suppress(FileNotFoundError):
         return [(str(path), path.stat())]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    return []
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
     """Yield the whole lines of a file that begin at byte `start` or after it."""
-    try:
-        with open_regular(Path(path)) as file:
-            if start:
-                file.seek(start - 1)
-                file.readline(_MAX_LINE_BYTES)
-            while line := file.readline(_MAX_LINE_BYTES):
-                if not line.endswith(b"\n"):
-                    return  # the rest may be written while we look
-                yield line
-    except OSError as error:
-        raise _unreadable(Path(path), error) from error
+    with _reading(Path(path)), open_regular(Path(path)) as file:
+        if start:
+            file.seek(start - 1)
+            file.readline(_MAX_LINE_BYTES)
+        while line := file.readline(_MAX_LINE_BYTES):
+            if not line.endswith(b"\n"):
+                return  # the rest may be written while we look
+            yield line
 
 
 def _next_line(path: str, start: int) -> int:
     """Return where the first line begins at byte `start` or after it."""
     if not start:
         return 0
+    with _reading(Path(path)), open_regular(Path(path)) as file:
+        file.seek(start - 1)
+        return start - 1 + len(file.readline(_MAX_LINE_BYTES))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with open_regular(Path(path)) as file:
-            file.seek(start - 1)
-            return start - 1 + len(file.readline(_MAX_LINE_BYTES))
+        yield
     except OSError as error:
-        raise _unreadable(Path(path), error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError("HF613", f"{path} cannot be read: {error.strerror or error}")
+        why = error.strerror or error
+        raise UserError("HF613", f"{path} cannot be read: {why}") from error
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Yield the events in `lines`; a line that is none, as one torn by a crash, is passed over."""
+    """Yield the events in `lines`; skip others, as a line torn by a crash."""
     for line in lines:
         event = Event.decode(line.decode("utf-8", errors="replace"))
         if event is not None and _is_ours(event):
@@ -222,11 +209,7 @@ class LauncherLog:
         self._wall, self._mono = wall, mono
 
     def emit(self, event: str, **values: Any) -> None:
-        """Append one event; the time is now.
-
-        Args:
-            event: its name.
-            values: `node`, `rank`, `epoch` and `step` where they apply, and its own fields.
+        """Append one event; `node`, `rank`, `epoch` and `step` are no fields of it.
 
         Raises:
             OSError: the run directory cannot be written.

@@ -2,7 +2,7 @@
 
 Entries are only ever added. A strike counts for STRIKE_S, three put a machine out; evidence of
 broken hardware, a failed check and an operator put it out at once, until it is released. What a
-program does to itself is no strike: the event of an exclusion says of which kind its failure was.
+program does to itself does not count: the event of an exclusion names the kind of its failure.
 
 GPUs move when machines are repaired. What is held against one by its UUID follows it: the machine
 that has it next is told.
@@ -14,7 +14,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -58,7 +58,7 @@ class Verdict(enum.StrEnum):
     OUT = "out"
     RELEASE = "release"
     DRAIN = "drain"
-    """On record only: the platform knows which machines are drained."""
+    """For the record only: the platform knows which machines are drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Entry:
 
     t_unix: float
     machine: str
-    """As the platform calls it."""
+    """The platform's name of it."""
     verdict: str
     """One of Verdict; others, of later versions, say nothing here."""
     source: str
@@ -78,7 +78,7 @@ class Entry:
     run: str = ""
     """The run it comes from; empty: none."""
     until_unix: float | None = None
-    """Of an OUT: when it ends by itself; None: by a release."""
+    """When an OUT ends by itself; None: by a release."""
     gpu: str = ""
     """UUID of the GPU that it is about; empty: not known, or it is the machine. A release of one
     leaves what else is held against the machine."""
@@ -191,8 +191,8 @@ def _is_open(entry: Entry, now_unix: float) -> bool:
 def held_against_gpus(entries: Iterable[Entry], now_unix: float) -> dict[str, Entry]:
     """Return the newest of what is held against each GPU: UUID -> entry.
 
-    A release of its machine is none of the GPU: it may have left it before. A release of the GPU
-    ends all, on whatever machine it was.
+    A release of its machine does not release the GPU, which may have left before. A release of the
+    GPU ends all, on whatever machine it was.
     """
     found: dict[str, Entry] = {}
     for entry in sorted(entries, key=_in_order):
@@ -210,11 +210,7 @@ def moved(
 ) -> list[Entry]:
     """Return what is held against machines for GPUs that have come from others.
 
-    Args:
-        entries: of the ledger.
-        seen: UUID -> machine that has the GPU, and when it was seen there.
-        now_unix: the time.
-        by: who writes the entries, user@host.
+    `seen` maps a UUID to the machine that has the GPU, and when it was seen there.
     """
     held = held_against_gpus(entries, now_unix)
     found = []
@@ -222,37 +218,21 @@ def moved(
         before = held.get(gpu)
         if before is None or before.machine == machine or t_unix <= before.t_unix:
             continue
-        found.append(
-            Entry(
-                t_unix=t_unix,
-                machine=machine,
-                verdict=before.verdict,
-                source="gpu",
-                reason=f"{gpu} has come from {before.machine}: {before.reason}",
-                by=by,
-                until_unix=before.until_unix,
-                gpu=gpu,
-            )
-        )
+        reason = f"{gpu} has come from {before.machine}: {before.reason}"
+        entry = replace(before, t_unix=t_unix, machine=machine, source="gpu", reason=reason)
+        found.append(replace(entry, by=by, run=""))
     return found
 
 
 def gpus_seen(events: Iterable[Event]) -> dict[str, tuple[str, float]]:
-    """Return where a run's agents have seen GPUs last: UUID -> machine, time.
-
-    Args:
-        events: those of EVIDENCE, in order of time.
-    """
+    """Return where a run's agents have seen GPUs last: UUID -> machine, time."""
     found: dict[str, tuple[str, float]] = {}
     for event in events:
         host, gpus = event.fields.get("host"), event.fields.get("gpus")
         if event.event == "agent.started" and isinstance(host, str) and isinstance(gpus, list):
-            found |= {gpu: (host, event.t_unix) for gpu in gpus if _is_uuid(gpu)}
+            uuids = [each for each in gpus if isinstance(each, str) and uuids_in(each) == [each]]
+            found |= dict.fromkeys(uuids, (host, event.t_unix))
     return found
-
-
-def _is_uuid(value: object) -> bool:
-    return isinstance(value, str) and uuids_in(value) == [value]
 
 
 def _in_order(entry: Entry) -> tuple[float, str, str]:
@@ -264,12 +244,7 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
 
     What operators have put out is always among them. Of the others at most CAP of the pool, and
     never so many that fewer than `needed` machines are left; those put out first are kept off
-    first.
-
-    Args:
-        known: of `standings`.
-        pool: names of all machines that the platform has.
-        needed: machines that the job uses.
+    first. `pool` are all machines of the platform.
     """
     there = [known[name] for name in sorted(set(pool)) if name in known and known[name].is_out]
     chosen = [each for each in there if each.by_operator]
@@ -283,8 +258,8 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
 def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[Entry]:
     """Return entries by time, so many that they take at most `most_bytes` as JSON.
 
-    First go those that say nothing of a machine any more, then releases, then strikes, always the
-    oldest first. What puts a machine out until its release stays.
+    Entries without effect go first, then releases, then strikes, the oldest of each first. What
+    puts a machine out until its release stays.
 
     Raises:
         UserError: HF690 that alone is too much.
@@ -317,14 +292,8 @@ def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[
 
 
 def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:
-    """Yield what a run's events hold against machines.
-
-    Args:
-        events: those of EVIDENCE, in order of time.
-        run: whose they are.
-        by: who writes the entries, user@host.
-    """
-    events = list(events)
+    """Yield what a run's events of EVIDENCE, in order of time, hold against machines."""
+    events, made = list(events), partial(Entry, run=run, by=by)
     hosts: dict[str, str] = {}
     lost: list[tuple[Event, str]] = []
     for event in events:
@@ -334,7 +303,7 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]
         host = hosts[member] = str(event.fields.get("host") or hosts.get(member) or member)
         reason = str(event.fields.get("reason") or "no reason was written")
         gpu = next(iter(uuids_in(reason)), "")
-        entry = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
+        entry = partial(made, t_unix=event.t_unix, machine=host)
         if event.event == "member.evicted":
             kind = str(event.fields.get("kind") or "")
             if kind not in _OF_THE_PROGRAM:
@@ -350,15 +319,9 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]
             yield entry(verdict=Verdict.STRIKE, source="straggler", reason=told)
     for event, host in lost:
         if _alone(host, event, lost) and _counts(host, event, events):
-            yield Entry(
-                t_unix=event.t_unix,
-                machine=host,
-                verdict=Verdict.STRIKE,
-                source="loss",
-                reason=f"lost: {event.fields.get('reason') or 'no reason was written'}",
-                by=by,
-                run=run,
-            )
+            told = f"lost: {event.fields.get('reason') or 'no reason was written'}"
+            entry = partial(made, t_unix=event.t_unix, machine=host)
+            yield entry(verdict=Verdict.STRIKE, source="loss", reason=told)
 
 
 def _alone(host: str, event: Event, lost: Iterable[tuple[Event, str]]) -> bool:

@@ -51,7 +51,7 @@ class Notices:
         self._run = run
         self._step: int | None = None
         self._failed_unix: float | None = None
-        """Of the failure that has not been recovered from."""
+        """Time of the failure that the run has not recovered from."""
         self._parked = False
 
     def add(self, event: Event) -> Notice | None:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.events import Event
 from launcher.record.cost import GpuTime, gpu_time_since
-from launcher.record.excluded import excluded_machines
-from launcher.record.failures import RunFailure, failures
+from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import TrainingStatus
 from launcher.record.timeline import epochs, lineage
 
@@ -36,13 +35,13 @@ class Picture:
     """The newest stretch of a run's record, folded."""
 
     nodes: Mapping[str, NodeState] = field(default_factory=dict)
-    """In the order of their names' numbers."""
+    """Sorted by the numbers in their names."""
     loss: Sequence[tuple[int, float]] = ()
     """(step, loss) of the steps that count."""
     step_s: float | None = None
     """Mean seconds of the last steps."""
     mfu: float | None = None
-    """Of the newest step; None: the accelerator's peak is not known."""
+    """MFU of the newest step; None: the accelerator's peak is not known."""
     goodput: float | None = None
     """Time of the steps that count / time, over the last hour; None: no step says how long."""
     spent: GpuTime = field(default_factory=GpuTime)

@@ -1,6 +1,6 @@
 """What the launcher and a pod agree on when files of a run go over the wire. Pure.
 
-`launcher/node/files.py` is the pod's side, `backends/kubernetes/files.py` the launcher's.
+`launcher/node/files.py` is the pod's side, `launcher/platforms/kubernetes/files.py` the launcher's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 FETCHED: Final = ("attempts", "board", "events", "ledger", "logs")
 """Folders of a run that its nodes write and people read."""
 GROWING: Final = ("events", "ledger", "logs")
-"""Those whose files only grow, so that their ends are enough."""
+"""Folders whose files only grow, so that their ends are enough."""
 STARTS: Final = "pods"
 """Folder of a run in which its pods count their starts; runs of other platforms have none."""
 END: Final = ".holdfast-end"
@@ -21,19 +21,15 @@ END: Final = ".holdfast-end"
 OFFSET: Final = "HOLDFAST.offset"
 """Pax header: byte of the file where the member begins."""
 INODE: Final = "HOLDFAST.inode"
-"""Pax header: a file of the same name that was begun anew has another."""
+"""Pax header: a new file of the same name has another."""
 MTIME: Final = "HOLDFAST.mtime"
 """Pax header: nanoseconds since 1970."""
 IN_USE: Final = 3
-"""Exit code of `put`: there is a run in that folder already."""
+"""Exit code of `put`: the folder has a run already."""
 
 
 def safe_parts(name: str, folders: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the parts of a relative path that stays where it begins.
-
-    Args:
-        name: with slashes.
-        folders: it must lie in one of these; none: anywhere.
+    """Return the parts of a relative path that stays where it begins, in one of `folders` if any.
 
     Raises:
         ValueError: it leads elsewhere.

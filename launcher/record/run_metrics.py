@@ -1,13 +1,11 @@
 """What a run's events add up to for Prometheus: totals, newest values, times. Pure.
 
-Nothing is per rank, and per node there is nothing either: at 16,384 ranks a run has some sixty
-series. Events name the culprit.
+No series is per rank or per node: at 16,384 ranks a run has some sixty. Events name the culprit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,18 +39,18 @@ class RunMetrics:
 
     state: str = "starting"
     exit_code: int | None = None
-    """Of the run, once it has ended."""
+    """Exit code of the run, once it has ended."""
     values: dict[str, float] = field(default_factory=dict)
     """Newest: step, epoch, loss, grad_norm, mfu, nodes, spares."""
     times: dict[str, float] = field(default_factory=dict)
-    """Of the newest: step_completed, snapshot_copied, checkpoint_committed; unix seconds."""
+    """Unix seconds of the newest: step_completed, snapshot_copied, checkpoint_committed."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Of the last start or recovery, seconds."""
+    """Seconds of the last start or recovery, by phase."""
     steps: Counter[str] = field(default_factory=Counter)
-    """By outcome."""
+    """Outcome -> steps."""
     tokens: int = 0
     totals: Counter[str] = field(default_factory=Counter)
-    """By counter of COUNTED."""
+    """Counter of COUNTED -> events."""
     buckets: Counter[float] = field(default_factory=Counter)
     """Steps at most so long, seconds; not cumulative."""
     step_s: float = 0.0
@@ -62,89 +60,58 @@ class RunMetrics:
     furthest: int = 0
     """Newest step that was ever completed."""
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:  # noqa: C901  one flat table of cases
         """Take one event; those of one writer come in its order."""
         if event.event in COUNTED:
             self.totals[COUNTED[event.event]] += 1
-        if (take := _TAKES.get(event.event)) is not None:
-            take(self, event)
+        match event.event:
+            case "step.completed":
+                self._take_step(event)
+            case "step.skipped":
+                self.steps["skipped"] += 1
+                self.furthest = max(self.furthest, event.step or 0)
+            case "step.committed" if event.fields.get("source") != "storage":
+                self.times["snapshot_copied"] = event.t_unix
+            case "checkpoint.committed":
+                self.times["checkpoint_committed"] = event.t_unix
+            case "epoch.formed":
+                self._take_epoch(event)
+            case "epoch.aborted":
+                self.state = "recovering"
+            case "member.lost":  # counted once: of a coordinator more than one may tell
+                loss = (event.epoch, str(event.fields.get("member")))
+                self.totals[NODES_LOST] += loss not in self.losses
+                self.losses.add(loss)
+            case "membership.parked":
+                self.state = "parked"
+            case "recovery.phase":
+                if (seconds := number(event, "seconds")) is not None:
+                    self.phases[str(event.fields.get("phase"))] = seconds
+            case "run.ended":
+                self.state, self.exit_code = "ended", whole(event, "code")
+                self.values["nodes"] = self.values["spares"] = 0
 
+    def _take_step(self, event: Event) -> None:
+        step = event.step or 0
+        self.steps["redone" if step <= self.furthest else "completed"] += 1
+        self.furthest = max(self.furthest, step)
+        self.values["step"] = step
+        self.state = "training"
+        self.times["step_completed"] = max(event.t_unix, self.times.get("step_completed", 0.0))
+        self.tokens += whole(event, "tokens")
+        for name in ("loss", "grad_norm", "mfu"):
+            if (value := number(event, name)) is not None:
+                self.values[name] = value
+        if (seconds := number(event, "step_s")) is not None:
+            self.step_s += seconds
+            bounds = (bound for bound in STEP_BUCKETS_S if seconds <= bound)
+            self.buckets[next(bounds, float("inf"))] += 1
 
-def _step(run: RunMetrics, event: Event) -> None:
-    step = event.step or 0
-    run.steps["redone" if step <= run.furthest else "completed"] += 1
-    run.furthest = max(run.furthest, step)
-    run.values["step"] = step
-    run.state = "training"
-    run.times["step_completed"] = max(event.t_unix, run.times.get("step_completed", 0.0))
-    run.tokens += whole(event, "tokens")
-    for name in ("loss", "grad_norm", "mfu"):
-        if (value := number(event, name)) is not None:
-            run.values[name] = value
-    if (seconds := number(event, "step_s")) is not None:
-        run.step_s += seconds
-        bounds = (bound for bound in STEP_BUCKETS_S if seconds <= bound)
-        run.buckets[next(bounds, float("inf"))] += 1
-
-
-def _skipped(run: RunMetrics, event: Event) -> None:
-    run.steps["skipped"] += 1
-    run.furthest = max(run.furthest, event.step or 0)
-
-
-def _committed(run: RunMetrics, event: Event) -> None:
-    if event.fields.get("source") != "storage":
-        run.times["snapshot_copied"] = event.t_unix
-
-
-def _checkpoint(run: RunMetrics, event: Event) -> None:
-    run.times["checkpoint_committed"] = event.t_unix
-
-
-def _formed(run: RunMetrics, event: Event) -> None:
-    run.state, run.exit_code = "recovering" if run.furthest else "starting", None
-    run.phases.clear()
-    # A coordinator that died has not said that its epoch is over.
-    run.totals[RESTARTS] += "epoch" in run.values
-    run.values["epoch"] = event.epoch or 0
-    run.values["nodes"] = len(node_names(event.fields.get("members")))
-    run.values["spares"] = len(node_names(event.fields.get("spares")))
-
-
-def _lost(run: RunMetrics, event: Event) -> None:
-    """Count it once: of a coordinator more than one may tell."""
-    loss = (event.epoch, str(event.fields.get("member")))
-    run.totals[NODES_LOST] += loss not in run.losses
-    run.losses.add(loss)
-
-
-def _aborted(run: RunMetrics, _: Event) -> None:
-    run.state = "recovering"
-
-
-def _parked(run: RunMetrics, _: Event) -> None:
-    run.state = "parked"
-
-
-def _phase(run: RunMetrics, event: Event) -> None:
-    if (seconds := number(event, "seconds")) is not None:
-        run.phases[str(event.fields.get("phase"))] = seconds
-
-
-def _ended(run: RunMetrics, event: Event) -> None:
-    run.state, run.exit_code = "ended", whole(event, "code")
-    run.values["nodes"] = run.values["spares"] = 0
-
-
-_TAKES: Final[dict[str, Callable[[RunMetrics, Event], None]]] = {
-    "step.completed": _step,
-    "step.skipped": _skipped,
-    "step.committed": _committed,
-    "checkpoint.committed": _checkpoint,
-    "epoch.formed": _formed,
-    "epoch.aborted": _aborted,
-    "member.lost": _lost,
-    "membership.parked": _parked,
-    "recovery.phase": _phase,
-    "run.ended": _ended,
-}
+    def _take_epoch(self, event: Event) -> None:
+        self.state, self.exit_code = "recovering" if self.furthest else "starting", None
+        self.phases.clear()
+        # A coordinator that died has not said that its epoch is over.
+        self.totals[RESTARTS] += "epoch" in self.values
+        self.values["epoch"] = event.epoch or 0
+        self.values["nodes"] = len(node_names(event.fields.get("members")))
+        self.values["spares"] = len(node_names(event.fields.get("spares")))

@@ -1,4 +1,4 @@
-"""Where a run's training stands: a fold over its events, as far as they are known. Pure."""
+"""The state of a run's training: a fold over its events, as far as they are known. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
 from launcher.record.event import counts, describe, node_names, number, parked_text
-from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
+from launcher.record.failures import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.timeline import STEPS, StepDone, step_done
 
 _RATE_STEPS: Final = 20
@@ -45,7 +45,7 @@ class TrainingStatus:
         """The newest lines that `apply` returned."""
         self.step = config.start_from.step if config.start_from else 0
         self.training: tuple[str, int] | None = None
-        """Of a script: the training that the newest step is of, and its own count of steps."""
+        """A script's training that the newest step is of, and its count of steps."""
         self.loss: float | None = None
         self.epoch = 0
         self.layout = ""
@@ -56,9 +56,9 @@ class TrainingStatus:
         self.validation: tuple[int, float] | None = None
         """Step and loss of the newest validation; None: there was none."""
         self.saved_step: int | None = None
-        """Of the newest checkpoint; None: nothing was saved."""
+        """Step of the newest checkpoint; None: nothing was saved."""
         self.last_unix: float | None = None
-        """When the newest event was written; None: there is none."""
+        """When the newest event was written; None: there is no event."""
         self.code: int | None = None
         """How the newest attempt ended; None: it has not, or nobody could say so."""
         self.reason = ""
@@ -76,7 +76,7 @@ class TrainingStatus:
         self.joined: tuple[int, int] | None = None
         """(have, need) while too few nodes have come for an attempt's first epoch."""
         self.steps: list[StepDone] = []
-        """Of the newest epoch, each as it was first reported."""
+        """Steps of the newest epoch, each as it was first reported."""
         self.pause_unix: float | None = None
         """When a save or an evaluation began, after the newest step; None: neither has."""
         self.delay_s = 0.0
@@ -84,7 +84,7 @@ class TrainingStatus:
         self.hosts: dict[str, str] = {}
         """Node -> its machine."""
         self.dropped: list[Event] = []
-        """Of the run: numbers of nodes that were tried in vain."""
+        """`rung.dropped`: numbers of nodes that were tried in vain."""
         self.lost: dict[str, Event] = {}
         """Node that was lost and has not come back -> the event that told it last."""
         self.good_save: Event | None = None
@@ -139,7 +139,7 @@ class TrainingStatus:
 
     @property
     def nothing_saved(self) -> bool:
-        """Whether the record shows that there is no checkpoint, nor a script's that it misses."""
+        """Whether the record shows that nothing is saved, not even by a script on its own."""
         return bool(self._seen) and self.saved_step is None and saved_nothing(self._seen)
 
     def apply(self, events: Iterable[Event]) -> list[str]:
@@ -194,7 +194,9 @@ class TrainingStatus:
             case "evaluation.ended":
                 self.pause_unix = None
             case "validation.completed":
-                self._take_validation(event)
+                self.pause_unix = None
+                if event.step is not None and (loss := number(event, "loss")) is not None:
+                    self.validation = (event.step, loss)
             case "checkpoint.committed":
                 self.saved_step, self.good_save, self.failed_saves = event.step, event, []
             case "checkpoint.failed":
@@ -209,7 +211,7 @@ class TrainingStatus:
     def _take_end(self, event: Event) -> None:
         """Learn how the attempt ends.
 
-        `agent.exit` is all there is where no agent stopped the job as a whole; a local run's own
+        Where no agent stopped the job as a whole `agent.exit` alone tells it; a local run's
         `run.ended` has no reason.
         """
         code, reason = event.fields.get("code"), event.fields.get("reason")
@@ -240,7 +242,7 @@ class TrainingStatus:
             self._exclusions.append(event)
 
     def _take_epoch(self, event: Event) -> None:
-        # A new attempt's first epoch is no restart.
+        # A new attempt's first epoch does not count as a restart.
         self.restarts += self.state != "starting"
         self.epoch = event.epoch or 0
         self.layout = str(event.fields.get("layout", "?"))
@@ -266,12 +268,6 @@ class TrainingStatus:
         name, step = event.fields.get("training"), event.fields.get("training_step")
         if isinstance(name, str) and isinstance(step, int):
             self.training = name, step
-
-    def _take_validation(self, event: Event) -> None:
-        self.pause_unix = None
-        loss = number(event, "loss")
-        if loss is not None and event.step is not None:
-            self.validation = (event.step, loss)
 
     def _take_exit(self, event: Event) -> None:
         before = self.first_failure

@@ -3,7 +3,7 @@
 While it is there, no job of this run puts itself back into the queue: the agents save
 when they are asked to and the batch script ends with 91; a job that starts nevertheless
 (it was waiting in the queue) ends at once with 91. `submit --resume` and `run --resume`
-take it away. Whether it is there is all that counts; what it says is for people.
+take it away. Only its existence counts; its content is for people.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ STOP_JSON = "stop.json"
 
 
 def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
-    """Write the request, complete or not at all.
-
-    Args:
-        run_dir: the run.
-        why: who asked, for people.
-        t_unix: now.
+    """Write the request, complete or not at all; `why` says who asked.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -37,7 +32,7 @@ def asked(run_dir: Path) -> bool:
 
 
 def withdraw(run_dir: Path) -> None:
-    """Take the request away; none there is no error.
+    """Take the request away, if it is there.
 
     Raises:
         OSError: the run directory cannot be written.

@@ -8,9 +8,9 @@ Seconds are rounded to milliseconds. Definitions:
   summed over the attempts; the time in between, when nothing ran, is left out.
 - `steps_redone`: executions that do not count; of a `command` as far as it shows its steps,
   null where nothing tells with which step it began after a restart.
-- `committed_steps_redone`: those of them that had been committed, in memory or storage: 0 unless
+- `committed_steps_redone`: how many of them had been committed, in memory or storage: 0 unless
   state was lost or damaged, or the group went back for wrong numbers.
-- `steps_skipped`: of the steps that count, those whose batch was used up without an update.
+- `steps_skipped`: steps that count whose batch was used up without an update.
 - `fallbacks`: the epochs that began with an older state than was committed, and with which.
 - `from_scratch`: the epochs in which a `command` began at its first step again, each with the
   newest step of the epoch before.
@@ -44,8 +44,7 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_SAVED
 from elastic_trainer.record.ledger_audit import LedgerAudit
-from launcher.record.excluded import excluded_machines
-from launcher.record.failures import RunFailure, failures
+from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
 
@@ -65,7 +64,7 @@ def summarise(
     Args:
         events: the record, in order of time.
         config: the run's job.json, for the name and the number of steps asked for.
-        audit: the ledger's account of samples; None: there is no ledger, so both are null.
+        audit: the ledger's account of samples; None: without a ledger both are null.
         code: exit code of the run; None while it is running.
     """
     seen = Counter(event.event for event in events)

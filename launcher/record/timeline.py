@@ -48,7 +48,7 @@ class EpochSpan:
     committed: int = 0
     """The newest step committed in it; 0: none."""
     by: str | None = None
-    """By what a script's steps are known, see `heartbeat.Source`; None: no script's, or an older
+    """How a script's steps are known, see `heartbeat.Source`; None: no script's, or an older
     record's."""
     from_scratch: bool = False
     """A script began at the run's first step again."""

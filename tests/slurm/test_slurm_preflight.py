@@ -47,7 +47,7 @@ def test_every_node_of_a_partition_is_asked_and_a_drained_one_fails(slurm):
     assert {f["level"] for f in findings if f["check"] == "storage"} <= {"ok", "warn"}, findings
     checked = {finding["check"] for finding in findings}
     assert checked == set(CHECKS)
-    assert list(shared.iterdir()) == []
+    assert list(shared.iterdir()) == []  # neither probes nor files of the round
 
     slurm.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
     try:

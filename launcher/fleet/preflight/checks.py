@@ -1,9 +1,9 @@
-"""The checks of `holdfast preflight`, each run on a node, and what follows from their findings.
+"""The checks of `holdfast preflight`, run on every node.
 
-A check is a function `(Expected) -> Finding` with a name; more come from distributions with an
+A check is a function `(Expected) -> CheckResult` with a name; more come from distributions with an
 entry point in the group `holdfast.preflight` (name -> function), or by the Python interface. It
-runs in a process of its own on the node, as the user, in the workers' environment. The result
-over all nodes (who differs from the others) is pure.
+runs as the user, in the workers' environment. What is asked and the answer cross as JSON.
+`python -m` with this module takes the round's folder and the node's name.
 """
 
 from __future__ import annotations
@@ -11,199 +11,54 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import os
+import pkgutil
 import platform
 import shutil
 import socket
-import statistics
 import subprocess
+import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from elastic_trainer.plan.gpus import QUERY, Gpu, answering
 from elastic_trainer.plan.quantities import counted
-from launcher.fleet.preflight.hardware import (
-    Wrong,
-    dcgm_problems,
-    gpu_identity,
-    gpu_information,
-    gpu_problems,
-    kernel_problems,
-    nvlink_problems,
-    port_problems,
-    port_rates,
-    ports,
-)
-from launcher.fleet.preflight.processes import (
-    ancestors,
-    mapped_segments,
-    orphans,
-    read_processes,
-    unused_segments,
-)
-from launcher.fleet.preflight.system import (
-    chrony_offset,
-    chrony_problems,
-    clock_gaps,
-    driver_version,
-    ethernet_speeds,
-    fabric_manager_problems,
-    fabric_manager_version,
-    sysfs_ports,
-    timedatectl_problems,
-    torch_cuda,
-)
+from elastic_trainer.storage.files import write_atomic
+from launcher.fleet.preflight import tools
+from launcher.fleet.preflight.processes import ancestors, mapped_segments, orphans, read_processes
+from launcher.fleet.preflight.report import CheckResult, Expected
+from launcher.fleet.preflight.tools import Wrong, version_in
 from launcher.platforms.installed import DISTRIBUTION
 
-GROUP: Final = "holdfast.preflight"
-"""Entry points of this group are checks, too."""
-DRIVER: Final = Path("/proc/driver/nvidia/gpus")
+ASKED: Final = "asked.json"
+"""File in the round's folder: what is asked of every node."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  where agents keep snapshots
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _WRITE_BYTES: Final = 64 * _MIB
 _QUERY_S: Final = 30.0
 _REAP_S: Final = 1.0
-_SBIN: Final = ("/usr/sbin", "/sbin")
-"""Where users' PATH may not lead."""
-_OF_GPUS: Final = {"nvidia-smi", "dcgmi"}
 _CHECK_S: Final = 90.0
 """Longest time of one check: storage that hangs must not hide what the others find."""
-_SYSFS: Final = Path("/sys/class")
-_DRIVER: Final = Path("/proc/driver/nvidia/version")
+_SBIN: Final = ("/usr/sbin", "/sbin")
+"""Folders that users' PATH may lack."""
+_NVIDIA: Final = Path("/proc/driver/nvidia")
 _SWITCHES: Final = Path("/proc/driver/nvidia-nvswitch/devices")
 _SHARED: Final = ("nccl-", "torch_", "sem.mp-", "cuda.shm.")
 """What NCCL, torch, multiprocessing and CUDA call their segments in /dev/shm."""
 _SHOWN: Final = 4
 """Problems of one tool that are written out."""
-_SAME: Final = {
-    "versions": "fail",
-    "system": "warn",
-    "gpu-health": "warn",
-    "nics": "fail",
-    "ethernet": "warn",
-}
-"""Checks whose text is to be that of most nodes -> level where it is not."""
-SLOW_WRITE: Final = 0.25
-"""A node that writes slower than this part of the median is reported."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What the nodes are to have."""
-
-    gpus: int = 0
-    """Per node; 0: none are looked for."""
-    directory: str = "."
-    """Shared folder to write into: that of the checkpoints."""
-    min_free_gib: float = 1.0
-    """Of its file system."""
-    min_shm_gib: float = 1.0
-    """Free in /dev/shm."""
-    min_write_mib_s: float = 0.0
-    """Speed of one node's writes into `directory`."""
-    max_clock_s: float = 1.0
-    """Offset of a node's clock from the median of all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """What one check found on one node. Plain values only: it travels."""
-
-    check: str
-    level: str = "ok"
-    """ok, warn, fail, or `not here`: the node lacks the tool to tell."""
-    text: str = ""
-    """For people: what was found, and for warn and fail how to fix it."""
-    value: Any = None
-    """What is compared between nodes: a number or a text; None: nothing is."""
-    gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs that fail."""
-    seen: tuple[str, ...] = ()
-    """UUIDs of all GPUs that answer, where they were looked for."""
-
 
 Check = Callable[[Expected], CheckResult]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
-    """What one node said."""
-
-    node: str
-    findings: tuple[CheckResult, ...] = ()
-    problem: str = ""
-    """Why it said nothing; empty: it did."""
-    clock: tuple[float, float] | None = None
-    """Bounds of its clock's difference from the asking machine's, in seconds."""
-
-    @property
-    def level(self) -> str:
-        """The worst of its findings."""
-        if self.problem:
-            return "fail"
-        levels = {finding.level for finding in self.findings}
-        return "fail" if "fail" in levels else "warn" if "warn" in levels else "ok"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnswer:
-    """What a node's process returns."""
-
-    host: str
-    findings: tuple[CheckResult, ...] = field(default=())
-    at: float = 0.0
-    """The node's time when it answered."""
-
-
-# -- on the node -------------------------------------------------------------------------------
-
-
-def check_gpus(expected: Expected) -> CheckResult:
-    """Count the GPUs that answer."""
-    name = "gpus"
-    if expected.gpus == 0:
-        return CheckResult(check=name, text="none expected", value=None)
-    gpus, how = _answering()
-    found, seen = len(gpus), tuple(gpu.uuid for gpu in gpus if gpu.uuid)
-    if found == expected.gpus:
-        return CheckResult(check=name, text=f"{found} answer", value=found, seen=seen)
-    return CheckResult(
-        check=name,
-        level="fail",
-        text=f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it",
-        value=found,
-        seen=seen,
-    )
-
-
-def _answering() -> tuple[list[Gpu], str]:
-    """Return the GPUs that answer, each once, and whom."""
-    try:
-        said, _ = _output(QUERY)
-    except FileNotFoundError:
-        return _of_driver(), "the driver"
-    except TimeoutError as error:
-        return [], str(error)
-    return list({gpu.number: gpu for gpu in answering(said)}.values()), "nvidia-smi"
-
-
-def _of_driver() -> list[Gpu]:
-    """Return the GPUs that the driver has known since it was loaded."""
-    found = []
-    for path in sorted(DRIVER.glob("*")):
-        try:
-            gpu = gpu_information((path / "information").read_text(errors="replace"))
-        except OSError:
-            gpu = None
-        found.append(gpu or Gpu("", "", path.name))
-    return found
+# -- tools -------------------------------------------------------------------------------------
 
 
 def _output(argv: Sequence[str]) -> tuple[str, str]:
@@ -231,110 +86,6 @@ def _output(argv: Sequence[str]) -> tuple[str, str]:
         raise TimeoutError(f"{argv[0]} does not end within {_QUERY_S:g} s: reboot") from None
 
 
-def check_gpu_health(expected: Expected) -> CheckResult:
-    """Look at memory errors, slow-downs, PCIe lanes, the NVLink fabric and who uses the GPUs."""
-    return _by_tool(
-        "gpu-health", ["nvidia-smi", "-q", "-x"], gpu_problems, expected, identity=gpu_identity
-    )
-
-
-def check_nvlink(expected: Expected) -> CheckResult:
-    """Look whether all NVLinks are up."""
-    return _by_tool("nvlink", ["nvidia-smi", "nvlink", "--status"], nvlink_problems, expected)
-
-
-def check_dcgm(expected: Expected) -> CheckResult:
-    """Let DCGM test for seconds."""
-    return _by_tool("dcgm", ["dcgmi", "diag", "-r", "1", "-j"], dcgm_problems, expected)
-
-
-def check_kernel(expected: Expected) -> CheckResult:
-    """Look for the XIDs since boot that count against the machine."""
-
-    def problems(text: str) -> Iterator[Wrong]:
-        # Who has fallen off the bus is known to the driver only.
-        gpus = [*_answering()[0], *_of_driver()] if "Xid" in text else ()
-        return kernel_problems(text, gpus)
-
-    found = _by_tool("kernel", ["dmesg"], problems, expected)
-    if found.level != "not here":
-        return found
-    # Users may often read the journal where the kernel's buffer is kept from them.
-    try:
-        said, _ = _output(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"])
-    except (FileNotFoundError, TimeoutError):
-        return found
-    return _judged("kernel", problems(said)) if " kernel: " in said else found
-
-
-def check_fabric_manager(expected: Expected) -> CheckResult:
-    """Look whether the service that sets up the NVSwitches runs, in the driver's version."""
-    name = "fabric-manager"
-    switches = _SWITCHES.is_dir() and any(_SWITCHES.iterdir())
-    if expected.gpus == 0 or not switches:
-        return CheckResult(check=name, level="not here", text="no NVSwitches")
-    version = _version(["nv-fabricmanager", "--version"], fabric_manager_version)
-    wanted = "LoadState,ActiveState,SubState,UnitFileState,Result"
-    return _by_tool(
-        name,
-        ["systemctl", "show", "nvidia-fabricmanager", f"--property={wanted}"],
-        functools.partial(
-            fabric_manager_problems, switches=switches, version=version, driver=_driver()
-        ),
-        expected,
-    )
-
-
-def check_nics(expected: Expected) -> CheckResult:
-    """Look at the InfiniBand, RoCE and EFA ports."""
-    found = _by_tool("nics", ["ibstat"], lambda text: port_problems(ports(text)), expected,
-                     identity=lambda text: _rates(ports(text)))  # fmt: skip
-    if found.level != "not here":
-        return found
-    there = sysfs_ports(_sysfs("infiniband", "*/ports/*/*"))
-    if not there:
-        return found
-    return _judged("nics", port_problems(there), _rates(there))
-
-
-def check_ethernet(expected: Expected) -> CheckResult:
-    """Tell the speeds of the Ethernet interfaces that are up."""
-    del expected
-    speeds = ethernet_speeds(_sysfs("net", "*/speed", "*/operstate"))
-    if not speeds:
-        return CheckResult(check="ethernet", level="not here", text="no interface tells its speed")
-    text = ", ".join(f"{speed / 1000:g}" for speed in sorted(speeds.values())) + " Gb/s"
-    return CheckResult(check="ethernet", text=text, value=text)
-
-
-def _rates(there: Mapping[str, Mapping[str, str]]) -> str | None:
-    rates = port_rates(there)
-    return ", ".join(f"{rate:g}" for rate in rates) + " Gb/s" if rates else None
-
-
-def _sysfs(kind: str, *patterns: str) -> dict[str, str]:
-    """Return path below /sys/class/KIND -> content, of the files that can be read."""
-    root, found = _SYSFS / kind, {}
-    for path in (path for pattern in patterns for path in root.glob(pattern)):
-        with contextlib.suppress(OSError):  # an interface that is down has no speed
-            found[str(path.relative_to(root))] = path.read_text(errors="replace")
-    return found
-
-
-def _driver() -> str | None:
-    try:
-        return driver_version(_DRIVER.read_text(errors="replace"))
-    except OSError:
-        return None
-
-
-def _version(argv: Sequence[str], read: Callable[[str], str | None]) -> str | None:
-    try:
-        return read("\n".join(_output(argv)))
-    except (FileNotFoundError, TimeoutError):
-        return None
-
-
 def _by_tool(
     name: str,
     argv: Sequence[str],
@@ -344,7 +95,7 @@ def _by_tool(
     identity: Callable[[str], str | None] = lambda _: None,
 ) -> CheckResult:
     """Return what `problems` finds in a tool's output; `identity`: what nodes have in common."""
-    if argv[0] in _OF_GPUS and expected.gpus == 0:
+    if argv[0] in ("nvidia-smi", "dcgmi") and expected.gpus == 0:
         return CheckResult(check=name, level="not here", text="no GPUs expected")
     try:
         said, complaint = _output(argv)
@@ -358,44 +109,186 @@ def _by_tool(
 
 
 def _judged(name: str, problems: Iterable[Wrong], value: str | None = None) -> CheckResult:
-    found = list(problems)
-    if found:
-        level = "fail" if any(wrong.level == "fail" for wrong in found) else "warn"
-        words = [wrong.words for wrong in sorted(found)]  # fail comes before warn
-        more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-        gpus = {wrong.gpu for wrong in found if wrong.level == "fail"} - {""}
-        text = "; ".join(words[:_SHOWN]) + more
-        return CheckResult(check=name, level=level, text=text, gpus=tuple(sorted(gpus)))
-    return CheckResult(check=name, text=value or "nothing wrong", value=value)
+    found = sorted(problems)  # fail comes before warn
+    if not found:
+        return CheckResult(check=name, text=value or "nothing wrong", value=value)
+    text = "; ".join(wrong.words for wrong in found[:_SHOWN])
+    text += f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    gpus = {wrong.gpu for wrong in found if wrong.level == "fail"} - {""}
+    return CheckResult(check=name, level=found[0].level, text=text, gpus=sorted(gpus))
+
+
+def _sysfs(kind: str, *patterns: str) -> dict[str, str]:
+    """Return path below /sys/class/KIND -> content, of the files that can be read."""
+    root, found = Path("/sys/class") / kind, {}
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
+        with contextlib.suppress(OSError):  # an interface that is down has no speed
+            found[str(path.relative_to(root))] = path.read_text(errors="replace")
+    return found
+
+
+def _driver() -> str | None:
+    try:
+        return version_in(tools.DRIVER, (_NVIDIA / "version").read_text(errors="replace"))
+    except OSError:
+        return None
+
+
+# -- GPUs and links ----------------------------------------------------------------------------
+
+
+def check_gpus(expected: Expected) -> CheckResult:
+    """Count the GPUs that answer."""
+    if expected.gpus == 0:
+        return CheckResult(check="gpus", text="none expected")
+    gpus, how = _answering()
+    found, level, text = len(gpus), "ok", f"{len(gpus)} answer"
+    if found != expected.gpus:
+        level = "fail"
+        text = f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it"
+    seen = [gpu.uuid for gpu in gpus if gpu.uuid]
+    return CheckResult(check="gpus", level=level, text=text, value=found, seen=seen)
+
+
+def _answering() -> tuple[list[Gpu], str]:
+    """Return the GPUs that answer, each once, and whom."""
+    try:
+        said, _ = _output(QUERY)
+    except FileNotFoundError:
+        return _of_driver(), "the driver"
+    except TimeoutError as error:
+        return [], str(error)
+    return list({gpu.number: gpu for gpu in answering(said)}.values()), "nvidia-smi"
+
+
+def _of_driver() -> list[Gpu]:
+    """Return the GPUs that the driver has known since it was loaded."""
+    found = []
+    for path in sorted((_NVIDIA / "gpus").glob("*")):
+        gpu = None
+        with contextlib.suppress(OSError):
+            gpu = tools.gpu_information((path / "information").read_text(errors="replace"))
+        found.append(gpu or Gpu("", "", path.name))
+    return found
+
+
+def check_gpu_health(expected: Expected) -> CheckResult:
+    """Look at memory errors, slow-downs, PCIe lanes, the NVLink fabric and who uses the GPUs."""
+    argv = ["nvidia-smi", "-q", "-x"]
+    read, identity = tools.gpu_problems, tools.gpu_identity
+    return _by_tool("gpu-health", argv, read, expected, identity=identity)
+
+
+def check_nvlink(expected: Expected) -> CheckResult:
+    """Look whether all NVLinks are up."""
+    argv = ["nvidia-smi", "nvlink", "--status"]
+    return _by_tool("nvlink", argv, tools.nvlink_problems, expected)
+
+
+def check_dcgm(expected: Expected) -> CheckResult:
+    """Let DCGM test for seconds."""
+    return _by_tool("dcgm", ["dcgmi", "diag", "-r", "1", "-j"], tools.dcgm_problems, expected)
+
+
+def check_fabric_manager(expected: Expected) -> CheckResult:
+    """Look whether the service that sets up the NVSwitches runs, in the driver's version."""
+    name = "fabric-manager"
+    # Without switches the service may be there, and ends with an error: that is not a fault.
+    if expected.gpus == 0 or not _SWITCHES.is_dir() or not any(_SWITCHES.iterdir()):
+        return CheckResult(check=name, level="not here", text="no NVSwitches")
+    version = None
+    with contextlib.suppress(FileNotFoundError, TimeoutError):
+        said = "\n".join(_output(["nv-fabricmanager", "--version"]))
+        version = version_in(tools.FABRIC_MANAGER, said)
+    wanted = "LoadState,ActiveState,UnitFileState,Result"
+    argv = ["systemctl", "show", "nvidia-fabricmanager", f"--property={wanted}"]
+    read = functools.partial(tools.fabric_manager_problems, version=version, driver=_driver())
+    return _by_tool(name, argv, read, expected)
+
+
+def check_kernel(expected: Expected) -> CheckResult:
+    """Look for the XIDs since boot that count against the machine."""
+
+    def problems(text: str) -> Iterator[Wrong]:
+        # Only the driver knows which GPU has fallen off the bus.
+        gpus = [*_answering()[0], *_of_driver()] if "Xid" in text else ()
+        return tools.kernel_problems(text, gpus)
+
+    found = _by_tool("kernel", ["dmesg"], problems, expected)
+    if found.level != "not here":
+        return found
+    # Users may often read the journal where the kernel's buffer is kept from them.
+    try:
+        said, _ = _output(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"])
+    except (FileNotFoundError, TimeoutError):
+        return found
+    return _judged("kernel", problems(said)) if " kernel: " in said else found
+
+
+def check_nics(expected: Expected) -> CheckResult:
+    """Look at the InfiniBand, RoCE and EFA ports."""
+
+    def rates(there: Mapping[str, Mapping[str, str]]) -> str | None:
+        found = tools.port_rates(there)
+        return ", ".join(f"{rate:g}" for rate in found) + " Gb/s" if found else None
+
+    found = _by_tool("nics", ["ibstat"], lambda text: tools.port_problems(tools.ports(text)),
+                     expected, identity=lambda text: rates(tools.ports(text)))  # fmt: skip
+    there = tools.sysfs_ports(_sysfs("infiniband", "*/ports/*/*"))
+    if found.level != "not here" or not there:
+        return found
+    return _judged("nics", tools.port_problems(there), rates(there))
+
+
+def check_ethernet(_: Expected) -> CheckResult:
+    """Tell the speeds of the Ethernet interfaces that are up."""
+    speeds = tools.ethernet_speeds(_sysfs("net", "*/speed", "*/operstate"))
+    if not speeds:
+        return CheckResult(check="ethernet", level="not here", text="no interface tells its speed")
+    text = ", ".join(f"{speed / 1000:g}" for speed in sorted(speeds.values())) + " Gb/s"
+    return CheckResult(check="ethernet", text=text, value=text)
+
+
+# -- storage, memory, clocks -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _probe(expected: Expected, what: str) -> Iterator[Path]:
+    """Give the path of a new file of this process's in the shared folder, and remove it."""
+    name = f".holdfast-{what}-{socket.gethostname()}-{os.getpid()}"
+    probe = Path(expected.directory) / name
+    try:
+        yield probe
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def check_storage(expected: Expected) -> CheckResult:
     """Write and sync 64 MiB in the shared folder; look at its free space."""
-    name, folder = "storage", Path(expected.directory)
-    probe = folder / f".holdfast-preflight-{socket.gethostname()}-{os.getpid()}"
+    folder = expected.directory
     try:
-        usage = shutil.disk_usage(folder)
+        free = shutil.disk_usage(folder).free / _GIB
         begin = time.monotonic()
-        with probe.open("xb") as file:
+        with _probe(expected, "preflight") as probe, probe.open("xb") as file:
             for _ in range(_WRITE_BYTES // _MIB):
                 file.write(os.urandom(1024) * 1024)
             file.flush()
             os.fsync(file.fileno())
-        speed = _WRITE_BYTES / _MIB / max(time.monotonic() - begin, 1e-9)
+            speed = _WRITE_BYTES / _MIB / max(time.monotonic() - begin, 1e-9)
     except OSError as error:
         why = f"{folder} cannot be written: {error.strerror or error}"
-        return CheckResult(check=name, level="fail", text=f"{why}; fix the mount or the rights")
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-    free = usage.free / _GIB
+        return CheckResult(
+            check="storage", level="fail", text=f"{why}; fix the mount or the rights"
+        )
+    level, text = "ok", f"{speed:.0f} MiB/s, {free:.0f} GiB free"
     if free < expected.min_free_gib:
+        level = "fail"
         text = f"{folder}: {free:.1f} GiB free, {expected.min_free_gib:g} wanted; make room"
-        return CheckResult(check=name, level="fail", text=text, value=speed)
-    if speed < expected.min_write_mib_s:
-        text = f"{speed:.0f} MiB/s, {expected.min_write_mib_s:g} wanted; look at mount and network"
-        return CheckResult(check=name, level="fail", text=text, value=speed)
-    return CheckResult(check=name, text=f"{speed:.0f} MiB/s, {free:.0f} GiB free", value=speed)
+    elif speed < expected.min_write_mib_s:
+        level, wanted = "fail", f"{expected.min_write_mib_s:g} wanted"
+        text = f"{speed:.0f} MiB/s, {wanted}; look at mount and network"
+    return CheckResult(check="storage", level=level, text=text, value=speed)
 
 
 def check_shm(expected: Expected) -> CheckResult:
@@ -411,122 +304,105 @@ def check_shm(expected: Expected) -> CheckResult:
 
 def check_clock(expected: Expected) -> CheckResult:
     """Compare this node's clock with that of the storage, which all nodes share."""
-    probe = Path(expected.directory) / f".holdfast-clock-{socket.gethostname()}-{os.getpid()}"
     try:
-        probe.touch(exist_ok=False)
-        before = time.time()
-        os.utime(probe)  # the server's time, where there is a server
-        after = time.time()
-        offset = (before + after) / 2 - probe.stat().st_mtime
+        with _probe(expected, "clock") as probe:
+            probe.touch(exist_ok=False)
+            before = time.time()
+            os.utime(probe)  # the server's time, on shared storage
+            offset = (before + time.time()) / 2 - probe.stat().st_mtime
     except OSError as error:
-        return CheckResult(
-            check="clock", level="warn", text=f"cannot be compared: {error.strerror}"
-        )
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
+        text = f"cannot be compared: {error.strerror}"
+        return CheckResult(check="clock", level="warn", text=text)
     return CheckResult(check="clock", text=f"{offset:+.3f} s from the storage's", value=offset)
 
 
 def check_time_sync(expected: Expected) -> CheckResult:
     """Look whether a daemon keeps the clock: chrony, else whichever timedatectl knows of."""
+
+    def says(text: str) -> str | None:
+        offset = tools.chrony_offset(text)
+        return None if offset is None else f"{offset:+.6f} s from the time servers"
+
     name = "time-sync"
-    found = _by_tool(
-        name,
-        ["chronyc", "-n", "tracking"],
-        functools.partial(chrony_problems, max_offset_s=expected.max_clock_s),
-        expected,
-        identity=_chrony_says,
-    )
+    read = functools.partial(tools.chrony_problems, max_offset_s=expected.max_clock_s)
+    found = _by_tool(name, ["chronyc", "-n", "tracking"], read, expected, identity=says)
     if found.level != "not here":
         return replace(found, value=None)  # offsets are not compared
-    return _by_tool(name, ["timedatectl", "show"], timedatectl_problems, expected)
+    return _by_tool(name, ["timedatectl", "show"], tools.timedatectl_problems, expected)
 
 
-def _chrony_says(text: str) -> str | None:
-    offset = chrony_offset(text)
-    return None if offset is None else f"{offset:+.6f} s from the time servers"
+# -- software ----------------------------------------------------------------------------------
 
 
-def check_versions(expected: Expected) -> CheckResult:
+def check_versions(_: Expected) -> CheckResult:
     """Tell the versions that must be the same everywhere; nothing is imported."""
-    del expected
-    said: dict[str, str | None] = {"python": platform.python_version()}
+    said: dict[str, str | None] = {"python": platform.python_version(), "torch": None}
     for name in ("torch", DISTRIBUTION):
         with contextlib.suppress(metadata.PackageNotFoundError):
             said[name] = metadata.version(name)
-    said["CUDA"], said["NCCL"] = _torch_cuda(), _nccl()
-    names = ("python", "torch", "CUDA", "NCCL", DISTRIBUTION)
-    text = ", ".join(f"{name} {said.get(name) or 'none'}" for name in names)
+    with contextlib.suppress(metadata.PackageNotFoundError, OSError):
+        path = metadata.distribution("torch").locate_file("torch/version.py")
+        said["CUDA"] = version_in(tools.CUDA, Path(str(path)).read_text(encoding="utf-8"))
+    # Torch's wheels bring it.
+    names = ((each.name or "", each.version) for each in metadata.distributions())
+    nccl = {version for name, version in names if name.lower().startswith("nvidia-nccl-")}
+    said["NCCL"] = "+".join(sorted(nccl))
+    order = ("python", "torch", "CUDA", "NCCL", DISTRIBUTION)
+    text = ", ".join(f"{name} {said.get(name) or 'none'}" for name in order)
     return CheckResult(check="versions", text=text, value=text)
 
 
-def _torch_cuda() -> str | None:
-    """Return the CUDA that torch is built for; torch is not imported."""
-    try:
-        path = metadata.distribution("torch").locate_file("torch/version.py")
-        return torch_cuda(Path(str(path)).read_text(encoding="utf-8"))
-    except (metadata.PackageNotFoundError, OSError):
-        return None
-
-
-def _nccl() -> str | None:
-    """Return the version of the NCCL that torch's wheels bring."""
-    found = {
-        each.version
-        for each in metadata.distributions()
-        if (each.name or "").lower().startswith("nvidia-nccl-")
-    }
-    return "+".join(sorted(found)) or None
-
-
-def check_system(expected: Expected) -> CheckResult:
+def check_system(_: Expected) -> CheckResult:
     """Tell kernel and driver; another one on a node is an upgrade that has not ended."""
-    del expected
     text = f"kernel {platform.release()}, driver {_driver() or 'none'}"
     return CheckResult(check="system", text=text, value=text)
 
 
-def check_orphans(expected: Expected) -> CheckResult:
+# -- what others have left ---------------------------------------------------------------------
+
+
+def check_orphans(_: Expected) -> CheckResult:
     """Look for processes of ended jobs, and for those of no job that hold GPUs or CPUs."""
-    del expected
     own = ancestors(os.getpid())
-    found = orphans(read_processes(), me=os.getuid(), own=own, live=_jobs())
-    return _judged("orphans", found)
+    return _judged("orphans", orphans(read_processes(), me=os.getuid(), own=own, live=_jobs()))
 
 
 def _jobs() -> frozenset[str] | None:
     """Return the ids of this user's jobs (of all, for root); None: Slurm does not say."""
-    own = os.environ.get("SLURM_JOB_ID")
+    own, me = os.environ.get("SLURM_JOB_ID"), os.getuid()
     if own is None:
         return None
-    me = os.getuid()
     # %A is a job's own number, in an array, too: the one in cgroups.
     argv = ["squeue", "--noheader", "--format=%A", *([f"--user={me}"] if me else [])]
     try:
-        said, _ = _output(argv)
+        jobs = frozenset(_output(argv)[0].split())
     except (FileNotFoundError, TimeoutError):
         return None
-    jobs = frozenset(said.split())
-    return jobs if own in jobs else None  # an answer without this very job is none
+    return jobs if own in jobs else None  # else Slurm has not answered fully
 
 
-def check_leftovers(expected: Expected) -> CheckResult:
+def check_leftovers(_: Expected) -> CheckResult:
     """Look for what killed agents have left in /dev/shm: memory that nobody can use."""
-    del expected
     stale = [path for path in SHM.glob("holdfast-*") if _is_stale(path)]
-    segments = {
-        path.name: path.lstat().st_blocks * 512
+    # What libraries have left, and nobody has mapped.
+    mapped = mapped_segments(str(SHM))
+    stale += [
+        path
         for path in SHM.iterdir()
-        if path.is_file() and path.lstat().st_uid == os.getuid()
-    }
-    unused = unused_segments(segments, mapped_segments(str(SHM)), prefixes=_SHARED)
-    stale += [SHM / name for name in unused]
+        if path.name.startswith(_SHARED)
+        and path.name not in mapped
+        and path.is_file()
+        and path.lstat().st_uid == os.getuid()
+    ]
     if not stale:
         return CheckResult(check="leftovers", text="none")
-    size = sum(_size(path) for path in stale)
-    what = f"{counted(len(stale), 'file')} or folders, {size / _GIB:.1f} GiB, as {min(stale)}"
-    return CheckResult(check="leftovers", level="warn", text=f"{what}; remove them")
+    blocks = 0
+    for path in (path for top in stale for path in (top, *top.rglob("*"))):
+        with contextlib.suppress(OSError):
+            blocks += 0 if path.is_dir() else path.lstat().st_blocks
+    size = f"{blocks * 512 / _GIB:.1f} GiB"
+    text = f"{counted(len(stale), 'file')} or folders, {size}, as {min(stale)}; remove them"
+    return CheckResult(check="leftovers", level="warn", text=text)
 
 
 def _is_stale(path: Path) -> bool:
@@ -542,17 +418,6 @@ def _is_stale(path: Path) -> bool:
     finally:
         os.close(lock)
     return True
-
-
-def _size(folder: Path) -> int:
-    if folder.is_file():
-        return folder.lstat().st_blocks * 512
-    total = 0
-    for inside, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(inside, name).lstat().st_blocks * 512
-    return total
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -576,20 +441,38 @@ CHECKS: Final[dict[str, Check]] = {
 """Name -> check, in the order of the table."""
 
 
+# -- a round's part of this node ---------------------------------------------------------------
+
+
 def all_checks() -> dict[str, Check]:
     """Return the built-in checks and those of installed distributions."""
-    found = dict(CHECKS)
-    for point in metadata.entry_points(group=GROUP):
-        found[point.name] = point.load()
-    return found
+    points = metadata.entry_points(group="holdfast.preflight")
+    return {**CHECKS, **{point.name: point.load() for point in points}}
 
 
-def run_checks(checks: Mapping[str, Check], expected: Expected) -> NodeAnswer:
+def answer(folder: str, node: str) -> None:
+    """Run the checks that ASKED in `folder` names, and write answer-NODE.jsonl beside it.
+
+    A line for each finding; the last one has the time, or the reason why there are none.
+    """
+    lines: list[Mapping[str, object]] = []
+    try:
+        asked = json.loads(Path(folder, ASKED).read_text(encoding="utf-8"))
+        sys.path += asked["path"]
+        extra = {name: pkgutil.resolve_name(place) for name, place in asked["extra"].items()}
+        checks = {**all_checks(), **extra}
+        chosen = {name: checks[name] for name in asked["checks"]}
+        lines += map(asdict, run_checks(chosen, Expected(**asked["expected"])))
+        lines.append({"at": time.time()})
+    except Exception as error:  # noqa: BLE001  others' code: what it raises is the answer
+        lines.append({"problem": f"{type(error).__name__}: {error}"})
+    text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+    write_atomic(Path(folder, f"answer-{node}.jsonl"), text)
+
+
+def run_checks(checks: Mapping[str, Check], expected: Expected) -> list[CheckResult]:
     """Run `checks` here, one after the other; a check that fails itself is a failed check."""
-    findings = []
-    for name, check in checks.items():
-        findings.append(_run(name, check, expected))
-    return NodeAnswer(host=socket.gethostname(), findings=tuple(findings), at=time.time())
+    return [_run(name, check, expected) for name, check in checks.items()]
 
 
 def _run(name: str, check: Check, expected: Expected) -> CheckResult:
@@ -612,71 +495,5 @@ def _run(name: str, check: Check, expected: Expected) -> CheckResult:
     return CheckResult(check=name, level="fail", text=text)
 
 
-# -- over all nodes ----------------------------------------------------------------------------
-
-
-def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]:
-    """Return `reports` with what only a comparison of all nodes shows. Pure."""
-    clocks = _values(reports, "clock")
-    speeds = _values(reports, "storage")
-    usual = {
-        check: Counter(values.values()).most_common(1)[0][0]
-        for check in _SAME
-        if (values := _values(reports, check))
-    }
-    gaps = clock_gaps({each.node: each.clock for each in reports if each.clock is not None})
-    middle = statistics.median(clocks.values()) if clocks else 0.0
-    fast = statistics.median(speeds.values()) if speeds else 0.0
-
-    def evaluated(node: str, finding: CheckResult) -> CheckResult:
-        value = finding.value
-        if finding.level == "ok" and finding.check == "clock":
-            # Storage that stamps files with the writer's time shows no difference.
-            gap = gaps.get(node, 0.0)
-            if abs(gap) > expected.max_clock_s:
-                text = f"at least {gap:+.1f} s from the other nodes' clocks; fix NTP on {node}"
-                return _worse(finding, "fail", text)
-        if finding.level != "ok" or value is None:
-            return finding
-        if finding.check == "clock" and abs(value - middle) > expected.max_clock_s:
-            text = f"{value - middle:+.1f} s from the other nodes' clocks; fix NTP on {node}"
-            return _worse(finding, "fail", text)
-        if finding.check == "storage" and value < SLOW_WRITE * fast:
-            text = f"{value:.0f} MiB/s, the median is {fast:.0f}; look at its network"
-            return _worse(finding, "warn", text)
-        if finding.check in _SAME and value != usual[finding.check]:
-            text = _difference(value, usual[finding.check])
-            return _worse(finding, _SAME[finding.check], text)
-        return finding
-
-    return [
-        NodeReport(
-            node=report.node,
-            findings=tuple(evaluated(report.node, finding) for finding in report.findings),
-            problem=report.problem,
-            clock=report.clock,
-        )
-        for report in reports
-    ]
-
-
-def _difference(value: str, usual: str) -> str:
-    """Say in which of their parts two texts differ, where they have the same number of them."""
-    here, there = value.split(", "), usual.split(", ")
-    if len(here) == len(there):
-        pairs = [(a, b) for a, b in zip(here, there, strict=True) if a != b]
-        value, usual = (", ".join(each) for each in zip(*pairs, strict=True))
-    return f"{value}; most nodes have {usual}: make it the same"
-
-
-def _values(reports: Sequence[NodeReport], check: str) -> dict[str, Any]:
-    return {
-        report.node: finding.value
-        for report in reports
-        for finding in report.findings
-        if finding.check == check and finding.value is not None
-    }
-
-
-def _worse(finding: CheckResult, level: str, text: str) -> CheckResult:
-    return replace(finding, level=level, text=text)
+if __name__ == "__main__":
+    answer(*sys.argv[1:3])

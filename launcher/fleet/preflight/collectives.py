@@ -1,161 +1,193 @@
-"""All-reduces within groups of nodes, in the rounds of bisection.py, with a deadline each.
+"""Which nodes are broken or slow, from all-reduces within groups of them.
+
+Groups of one round share no node and run at the same time. A node of a group that works is
+cleared; every other one then works with a cleared node, so that a group that does not is its
+fault. Fewer than six nodes follow a fixed plan: two bad ones can be in all groups of a round, and
+then no time of that round is that of healthy nodes.
 
 One process on every node serves all rounds (elastic_trainer/worker/collective_check.py). Processes
-and driver meet in a folder that all nodes share, which only this user can write: JSON, no pickles.
+and driver meet in a folder that all nodes share, which only this user can write: files of JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import socket
-import subprocess
-import sys
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.storage.files import write_atomic
-from launcher.fleet.preflight.bisection import Bisection, Group, Verdicts
-from launcher.fleet.preflight.checks import CheckResult
+from launcher.fleet.preflight.report import CheckResult
 from launcher.platforms.retries import polled
 
-CHECK: Final = "collectives"
 SERVER: Final = "elastic_trainer.worker.collective_check"
 """Run on the nodes; the launcher itself does without torch."""
+START_S: Final = 120.0
+"""Longest wait until all nodes' processes have started."""
+DEADLINE_S: Final = 60.0
+"""Longest time of a round, a group's start included."""
 _POLL_S: Final = 0.05
 _GRACE_S: Final = 3.0
-"""From a round's deadline until a server's answer must be seen."""
+"""Time after a round's deadline in which a server's answer must be seen."""
 _PATIENCE: Final = 5.0
 _LEAST_S: Final = 15.0
 """A round is over once it has lasted so many times as long as its faster half, and so long."""
+SLOW: Final = 3.0
+"""A group is slow beyond so many times the fastest group."""
+_SMALL: Final[Mapping[int, tuple[tuple[tuple[int, ...], ...], ...]]] = {
+    2: (((0, 1),),),
+    3: (((0, 1),), ((0, 2),), ((1, 2),)),
+    4: (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))),
+    5: (
+        ((0, 1), (2, 3, 4)),
+        ((0, 2), (1, 3, 4)),
+        ((0, 3), (1, 2, 4)),
+        ((0, 4), (1, 2, 3)),
+    ),
+}
+"""Nodes -> rounds of groups (indices) that tell any two bad nodes (of three nodes: any one)."""
+
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdicts:
+    """What follows from the groups so far."""
+
+    broken: frozenset[str] = frozenset()
+    slow: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+    """Nodes of groups that failed; which of them is at fault is not known."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Collectives:
-    """Rounds over `nodes`, whose processes run SERVER with the same folder.
-
-    Args:
-        nodes: by the names that they serve as.
-        folder: shared by all, and private.
-        start_s: longest wait until all have started.
-        deadline_s: of one round, a group's start included.
-        say: called with progress.
-    """
+class Bisection:
+    """Rounds of groups over `nodes`; ask `next_round`, then `tell` it each group's time. Pure."""
 
     nodes: Sequence[str]
-    folder: Path
-    start_s: float = 120.0
-    deadline_s: float = 60.0
-    say: Callable[[str], None] = lambda _: None
-    mono: Callable[[], float] = time.monotonic
+    times: dict[Group, float | None] = field(default_factory=dict)
+    """Group -> seconds of its collective; None: it did not end."""
     rounds: int = 0
-    missing: frozenset[str] = frozenset()
-    """Nodes that never started: broken without a round."""
-    bisection: Bisection = field(init=False)
 
-    def run(self) -> Verdicts:
-        """Run all rounds; the servers are told to stop, however that ends."""
-        try:
-            here = polled(
-                self._started,
-                lambda found: len(found) == len(self.nodes),
-                for_s=self.start_s,
-                every_s=_POLL_S,
-            )
-            self.missing = frozenset(self.nodes) - here
-            self.bisection = Bisection(nodes=[node for node in self.nodes if node in here])
-            while groups := self.bisection.next_round():
-                self.rounds += 1
-                largest = max(map(len, groups))
-                what = f"{counted(len(groups), 'group')} of up to {counted(largest, 'node')}"
-                self.say(f"collectives, round {self.rounds}: {what}")
-                self.bisection.tell(self._round(groups))
-        finally:
-            (self.folder / "stop").touch()
-        found = self.bisection.verdicts()
-        return replace(found, broken=found.broken | self.missing)
+    def tell(self, times: Mapping[Group, float | None]) -> None:
+        """Take in one round's times."""
+        self.times |= times
+        self.rounds += 1
 
-    def _started(self) -> set[str]:
-        return {node for node in self.nodes if (self.folder / f"hello-{node}.json").exists()}
+    def next_round(self) -> list[Group]:
+        """Return the next round's groups, of ceil(log2 n) + 1 at most; none: nothing is left."""
+        number = len(self.nodes)
+        if number < 2 or self.rounds >= math.ceil(math.log2(number)) + 1:
+            return []
+        if plan := _SMALL.get(number):
+            groups = plan[self.rounds] if self.rounds < len(plan) else ()
+            return [tuple(self.nodes[index] for index in group) for group in groups]
+        if self.rounds == 0:
+            # Pairs of neighbours; of an odd number, the last three are one group.
+            ends = [*range(2, number - 1, 2), number]
+            pairs = zip([0, *ends], ends, strict=False)
+            return [tuple(self.nodes[begin:end]) for begin, end in pairs]
+        cleared, broken, slow = self._states()
+        # Of each failed group one node first.
+        left = [
+            [node for node in group if node not in cleared | broken | slow] for group in self.times
+        ]
+        order = [group[index] for index in range(3) for group in left if index < len(group)]
+        partners = [node for node in self.nodes if node in cleared]
+        return list(zip(dict.fromkeys(order), partners, strict=False))
 
-    def _round(self, groups: Sequence[Group]) -> dict[Group, float | None]:
-        number = self.rounds
-        asked = {"groups": groups, "deadline_s": self.deadline_s}
-        write_atomic(self.folder / f"round-{number}.json", json.dumps(asked))
-        answers: dict[str, float] = {}
-
-        def look() -> int:
-            waiting = 0
-            for node in (node for group in groups for node in group if node not in answers):
-                found = _read(self.folder / f"answer-{number}-{node}.json")
-                if found is None:
-                    waiting += 1
-                else:
-                    answers[node] = float(found["seconds"])
-            return waiting
-
-        begun, half_s = self.mono(), None
-
-        def is_over(left: int) -> bool:
-            nonlocal half_s
-            lasted = self.mono() - begun
-            if half_s is None and len(answers) >= left:
-                half_s = lasted
-            late = half_s is not None and lasted > max(_LEAST_S, _PATIENCE * half_s)
-            return left == 0 or late
-
-        polled(look, is_over, for_s=self.deadline_s + _GRACE_S, every_s=_POLL_S)
-        return {
-            group: max(answers[node] for node in group) if set(group) <= answers.keys() else None
-            for group in groups
-        }
-
-
-def serve_here(folder: str, node: str, backend: str, address: str | None) -> None:
-    """Serve rounds as `node` on this machine until the driver says stop; for submitit.
-
-    Args:
-        folder: shared with the driver.
-        node: its name.
-        backend: gloo or nccl.
-        address: where others reach it; None: that of its host name.
-    """
-    here = address or socket.gethostbyname(socket.gethostname())
-    log = Path(folder) / f"log-{node}"
-    with log.open("wb") as out:
-        argv = [sys.executable, "-P", "-m", SERVER, folder, node, here, backend]
-        subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
-
-
-def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, CheckResult]:
-    """Return each node's finding. Pure."""
-    every = list(nodes)
-    alone = "; two nodes cannot tell whether both are slow" if len(every) == 2 else ""
-    return {node: _finding(verdicts, node, alone) for node in every}
-
-
-def _finding(verdicts: Verdicts, node: str, alone: str) -> CheckResult:
-    if node in verdicts.broken:
-        text = (
-            "does not end a collective with any node; take it out, look at NIC, GPUs and firewall"
+    def verdicts(self) -> Verdicts:
+        """Return what is known now."""
+        cleared, broken, slow = self._states()
+        suspects = set(self.nodes) - cleared - broken - slow if len(self.nodes) > 1 else ()
+        return Verdicts(
+            broken=frozenset(broken), slow=frozenset(slow), suspects=frozenset(suspects)
         )
-        return CheckResult(check=CHECK, level="fail", text=text)
-    if node in verdicts.slow:
-        text = "slow with every node; look at clocks, PCIe width, link rate and other processes"
-        return CheckResult(check=CHECK, level="fail", text=text)
-    if node in verdicts.suspects:
-        others = ", ".join(sorted(verdicts.suspects))
-        text = f"one of these is at fault: {others}; check them together with more nodes"
-        return CheckResult(check=CHECK, level="warn", text=text)
-    return CheckResult(check=CHECK, text=f"works with other nodes{alone}")
+
+    def _states(self) -> tuple[set[str], set[str], set[str]]:
+        """Return the nodes that are cleared, broken and slow."""
+        ended = {group: took for group, took in self.times.items() if took is not None}
+        limit = SLOW * min(ended.values(), default=0.0)
+        worked = (group for group, took in ended.items() if took <= limit)
+        cleared = {node for group in worked for node in group}
+        broken: set[str] = set()
+        slow: set[str] = set()
+        for group, took in self.times.items():
+            accused = set(group) - cleared
+            if len(accused) == 1:
+                (broken if took is None else slow).update(accused)
+        return cleared, broken, slow - broken
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def compare(nodes: Sequence[str], folder: Path, say: Callable[[str], None]) -> Verdicts:
+    """Run all rounds over `nodes`, whose processes run SERVER with `folder`; then let them end."""
+
+    def started() -> list[str]:
+        return [node for node in nodes if (folder / f"hello-{node}.json").exists()]
+
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return found
+        here = polled(
+            started, lambda found: len(found) == len(nodes), for_s=START_S, every_s=_POLL_S
+        )
+        bisection = Bisection(nodes=here)
+        while groups := bisection.next_round():
+            number, largest = bisection.rounds + 1, max(map(len, groups))
+            what = f"{counted(len(groups), 'group')} of up to {counted(largest, 'node')}"
+            say(f"collectives, round {number}: {what}")
+            bisection.tell(_round(groups, number, folder))
+    finally:
+        (folder / "stop").touch()
+    found = bisection.verdicts()
+    return replace(found, broken=found.broken | (frozenset(nodes) - frozenset(here)))
+
+
+def _round(groups: Sequence[Group], number: int, folder: Path) -> dict[Group, float | None]:
+    asked = {"groups": groups, "deadline_s": DEADLINE_S}
+    write_atomic(folder / f"round-{number}.json", json.dumps(asked))
+    members = [node for group in groups for node in group]
+    answers: dict[str, float] = {}
+
+    def look() -> int:
+        for node in members:
+            if node not in answers:
+                with contextlib.suppress(FileNotFoundError):
+                    said = (folder / f"answer-{number}-{node}.json").read_text(encoding="utf-8")
+                    answers[node] = float(json.loads(said)["seconds"])
+        return len(members) - len(answers)
+
+    begun, half_s = time.monotonic(), math.inf
+
+    def is_over(left: int) -> bool:
+        nonlocal half_s
+        lasted = time.monotonic() - begun
+        if len(answers) >= left:
+            half_s = min(half_s, lasted)
+        return left == 0 or lasted > max(_LEAST_S, _PATIENCE * half_s)
+
+    polled(look, is_over, for_s=DEADLINE_S + _GRACE_S, every_s=_POLL_S)
+    return {
+        group: max(answers[node] for node in group) if set(group) <= answers.keys() else None
+        for group in groups
+    }
+
+
+def finding(verdicts: Verdicts, node: str, nodes: int) -> CheckResult:
+    """Return what the rounds over so many nodes tell of one. Pure."""
+    level, text = "ok", "works with other nodes"
+    if node in verdicts.broken:
+        level = "fail"
+        text = "does not end a collective with any node; take it out, look at NIC, GPUs, firewall"
+    elif node in verdicts.slow:
+        level = "fail"
+        text = "slow with every node; look at clocks, PCIe width, link rate and other processes"
+    elif node in verdicts.suspects:
+        level, others = "warn", ", ".join(sorted(verdicts.suspects))
+        text = f"one of these is at fault: {others}; check them together with more nodes"
+    elif nodes == 2:
+        text += "; two nodes cannot tell whether both are slow"
+    return CheckResult(check="collectives", level=level, text=text)

@@ -1,39 +1,37 @@
-"""`holdfast preflight`: a Python function on every node, through submitit; results collected.
+"""`holdfast preflight`: a process on every node, whose answers come back as files of JSON lines.
 
-submitit keeps function and results as pickles (cloudpickle) in a folder of its own, which
-only this user can read or write: the one exception to "nothing is unpickled", see
-docs/security.md. One job for each node, so that a node that is sick or busy keeps nobody else
-from answering.
+One job for each node, which submitit submits, so that a node that is sick or busy keeps nobody
+else from answering. On this machine alone they are processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
-from launcher.fleet.preflight.checks import (
-    Check,
-    Expected,
-    NodeAnswer,
-    NodeReport,
-    all_checks,
-    evaluate,
-    run_checks,
-)
-from launcher.fleet.preflight.collectives import Collectives, findings, serve_here
+from elastic_trainer.storage.files import write_atomic
+from launcher.fleet.preflight.checks import ASKED, Check, all_checks
+from launcher.fleet.preflight.collectives import SERVER, compare, finding
+from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.installed import need
+from launcher.platforms.local import with_packages
 from launcher.platforms.retries import polled
-from launcher.spec.errors import PermanentError, UserError
+from launcher.spec.errors import PermanentError, UserError, writing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]*")
 _NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*")
@@ -44,7 +42,10 @@ SUBMITTERS: Final = 8
 _COMMAND_S: Final = 60.0
 _MOST_HERE: Final = 64
 _POLL_S: Final = 0.2
+_REAP_S: Final = 1.0
 _LOG_CHARS: Final = 300
+_CHECKS: Final = "launcher.fleet.preflight.checks"
+"""Run on the nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +66,27 @@ class NodeSelection:
     """Interpreter on the nodes; None: this one's path."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Asked:
-    node: str
-    job: Any
-    answer: NodeAnswer | None = None
-    problem: str = ""
+    report: NodeReport
+    job: Any = None
+    """submitit's job, or a process of this machine; None: it was refused."""
     at: float = 0.0
     """This machine's time before it was asked."""
-    clock: tuple[float, float] | None = None
-    """Bounds of how far its clock is ahead of this machine's, in seconds."""
+
+    def fail(self, problem: str) -> None:
+        """Note why it gives no answer."""
+        self.report = replace(self.report, problem=problem)
+
+    def cancel(self) -> None:
+        """End what runs there."""
+        if isinstance(self.job, subprocess.Popen):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.job.pid, signal.SIGKILL)  # with what it has started
+                self.job.wait(_REAP_S)
+        elif self.job is not None:
+            with contextlib.suppress(Exception):  # it has ended, or Slurm is away
+                self.job.cancel()
 
 
 @dataclass(slots=True)
@@ -105,39 +117,55 @@ class Preflight:
         """Run the checks on every node and return what each said, by name.
 
         Args:
-            expected: what the nodes are to have.
+            expected: what the nodes must have.
             names: checks to run; none: all.
             skip: checks to leave out.
-            extra: more checks, by name.
+            extra: more checks, by name: functions of modules that the nodes can import.
             timeout_s: longest wait for all nodes together.
 
         Raises:
-            UserError: HF650 Slurm or HF632 submitit is not there; HF660 no such check;
-                HF661 no such partition or node; HF612 the folder cannot be made.
+            UserError: HF650 Slurm or HF632 submitit is not there; HF660 no such check, or a
+                function that the nodes cannot import; HF661 no such partition or node; HF612 the
+                folder cannot be made.
             PlatformError: Slurm does not answer.
         """
-        checks = choose({**all_checks(), **(extra or {})}, names, skip)
+        places = {name: _place_of(name, check) for name, check in (extra or {}).items()}
+        checks = choose([*{**all_checks(), **places}], names, skip)
         states = self._nodes()
-        reports = [
-            NodeReport(node=node, problem=f"Slurm has it {state}; nothing can be started there")
+        reports = {
+            node: NodeReport(
+                node=node, problem=f"Slurm has it {state}; nothing can be started there"
+            )
             for node, state in states.items()
             if state.startswith(_UNUSABLE) or state.endswith("*")
-        ]
-        lost = {report.node for report in reports}
-        self._make_folder()
-        usable = [node for node in states if node not in lost]
-        asked = self._submit(usable, lambda _: (run_checks, dict(checks), expected))
+        }
+        with writing(self.folder, "use --folder"):
+            self.folder.mkdir(parents=True, mode=0o700)
+            self.folder.chmod(0o700)  # whatever the umask is
+        path = sys.path if places else []
+        asked = {"checks": checks, "expected": asdict(expected), "extra": places, "path": path}
+        write_atomic(self.folder / ASKED, json.dumps(asked))
+        usable = [node for node in states if node not in reports]
+        started = self._start(usable, lambda node: [_CHECKS, str(self.folder), node])
+        waiting = [one for one in started if one.job is not None]
+
+        def look() -> bool:
+            with contextlib.suppress(OSError):
+                self.folder.chmod(0o700)  # makes NFS look again
+            waiting[:] = [one for one in waiting if not self._ended(one)]
+            return not waiting
+
         try:
-            self._collect(asked, timeout_s)
+            polled(look, bool, for_s=timeout_s, every_s=_POLL_S)
+            reasons = self._reasons(waiting)
+            for one in waiting:
+                why = reasons.get(one.job.job_id, "") if reasons else ""
+                one.fail(f"no answer within {timeout_s:g} s{why}")
         finally:
-            self._cancel([one for one in asked if one.answer is None])
-        for one in asked:
-            findings = one.answer.findings if one.answer else ()
-            reports.append(
-                NodeReport(node=one.node, findings=findings, problem=one.problem, clock=one.clock)
-            )
-        order = list(states)
-        return evaluate(sorted(reports, key=lambda report: order.index(report.node)), expected)
+            for one in waiting:
+                one.cancel()
+        reports |= {one.report.node: one.report for one in started}
+        return evaluate([reports[node] for node in states], expected)
 
     def collectives(self, reports: Sequence[NodeReport]) -> list[NodeReport]:
         """Have groups of the nodes that are fit all-reduce; return all reports, with verdicts.
@@ -150,22 +178,23 @@ class Preflight:
             return list(reports)
         place = self.folder / "collectives"
         place.mkdir(mode=0o700)
-        backend = "nccl" if self.where.gres_gpus else "gloo"
-        address = "127.0.0.1" if self.where.cluster == "local" else None
-        servers = self._submit(fit, lambda node: (serve_here, str(place), node, backend, address))
+        words = ["nccl" if self.where.gres_gpus else "gloo"]
+        words += ["127.0.0.1"] if self.where.cluster == "local" else []
+        servers = self._start(fit, lambda node: [SERVER, str(place), node, *words])
         try:
-            found = findings(Collectives(nodes=fit, folder=place, say=self.say).run(), fit)
+            verdicts = compare(fit, place, self.say)
         finally:
-            self._cancel(servers)
+            for one in servers:
+                one.cancel()
         return [
-            replace(report, findings=(*report.findings, found[report.node]))
-            if report.node in found
-            else report
-            for report in reports
+            replace(each, findings=(*each.findings, finding(verdicts, each.node, len(fit))))
+            if each.node in fit
+            else each
+            for each in reports
         ]
 
     def tidy(self) -> None:
-        """Remove the folder with the pickles."""
+        """Remove the folder with what crossed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- asking ----------------------------------------------------------------------------
@@ -204,156 +233,141 @@ class Preflight:
             raise UserError("HF661", f"{asked}: Slurm knows no such nodes; `sinfo` lists them")
         return found
 
-    def _submit(self, nodes: Sequence[str], call: Callable[[str], tuple[Any, ...]]) -> list[_Asked]:
-        """Submit a job for each node, a few at a time: an array could not name its nodes.
+    def _start(self, nodes: Sequence[str], words: Callable[[str], Sequence[str]]) -> list[_Asked]:
+        """Start `python -m WORDS` on every node, a few at a time.
 
-        `call` returns what runs on a node: a function and its arguments.
+        A job for each: an array could not name its nodes.
         """
-        need("holdfast preflight", "submitit", extra="preflight")
-        import submitit
-
-        # submitit writes it into a shell's command line as it is.
-        python = None if self.where.python is None else shlex.quote(self.where.python)
-
-        def ask(node: str) -> _Asked:
-            # An executor each: they keep their parameters, and pause between two submissions.
-            executor = submitit.AutoExecutor(
-                folder=self.folder,
-                cluster=self.where.cluster,
-                slurm_python=python,
-                local_python=python,
-            )
-            executor.update_parameters(**self._parameters(node))
-            at = time.time()
-            try:
-                return _Asked(node, executor.submit(*call(node)), at=at)
-            except submitit.core.utils.FailedJobError as error:
-                return _Asked(node, None, problem=f"sbatch refuses: {_last_line(error)}")
-            except submitit.core.utils.FailedSubmissionError as error:
-                return _Asked(node, None, problem=f"sbatch fails: {_last_line(error)}")
-
+        start = self._process
+        if self.where.cluster != "local":
+            need("holdfast preflight", "submitit", extra="preflight")
+            start = self._job
+        python = self.where.python or sys.executable
         with ThreadPoolExecutor(SUBMITTERS) as pool:
-            futures = [pool.submit(ask, node) for node in nodes]
+            futures = [
+                pool.submit(start, node, [python, "-P", "-m", *words(node)]) for node in nodes
+            ]
             try:
                 asked = [future.result() for future in futures]
             except BaseException:
                 pool.shutdown(cancel_futures=True)
-                done = [future for future in futures if not future.cancelled()]
-                self._cancel([each.result() for each in done if each.exception() is None])
+                for each in futures:
+                    if not each.cancelled() and each.exception() is None:
+                        each.result().cancel()
                 raise
         self.say(f"asking {counted(len(nodes), 'node')}")
         return asked
 
-    def _parameters(self, node: str) -> dict[str, Any]:
-        common = {"name": "holdfast-preflight", "timeout_min": 10}
-        if self.where.cluster == "local":
-            return common
-        given = {
-            "slurm_partition": self.where.partition,
-            "slurm_account": self.where.account,
-            "slurm_qos": self.where.qos,
-            "slurm_gpus_per_node": self.where.gres_gpus or None,
-            "slurm_mem": "1G",
-        }
-        more = {"nodelist": node}
-        if self.where.reservation:
-            more["reservation"] = self.where.reservation
-        used = {key: value for key, value in given.items() if value is not None}
-        return {**common, **used, "slurm_additional_parameters": more}
+    def _process(self, node: str, argv: Sequence[str]) -> _Asked:
+        at, env = time.time(), {**os.environ, "PYTHONPATH": _python_path()}
+        with self._log(node).open("ab") as log:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                       env=env, process_group=0)  # fmt: skip
+        return _Asked(report=NodeReport(node=node), job=process, at=at)
 
-    def _make_folder(self) -> None:
+    def _job(self, node: str, argv: Sequence[str]) -> _Asked:
+        import submitit
+
+        # One each: it keeps its parameters, and pauses between two submissions.
+        executor = submitit.SlurmExecutor(self.folder)
+        given = {
+            "partition": self.where.partition,
+            "account": self.where.account,
+            "qos": self.where.qos,
+            "gpus_per_node": self.where.gres_gpus or None,
+        }
+        reservation = self.where.reservation
+        executor.update_parameters(
+            job_name="holdfast-preflight",
+            time=10,
+            mem="1G",
+            nodelist=node,
+            setup=[f"export PYTHONPATH={shlex.quote(_python_path())}"],
+            additional_parameters={"reservation": reservation} if reservation else {},
+            **{key: value for key, value in given.items() if value is not None},
+        )
+        asked = _Asked(report=NodeReport(node=node), at=time.time())
         try:
-            self.folder.mkdir(parents=True, mode=0o700)
-            self.folder.chmod(0o700)  # whatever the umask is
-        except OSError as error:
-            raise UserError(
-                "HF612", f"{self.folder} cannot be made: {error.strerror or error}; use --folder"
-            ) from error
+            # Submits a command as it is; its `submit` would send a pickle.
+            asked.job = executor._submit_command(shlex.join(argv))  # noqa: SLF001
+        except submitit.core.utils.FailedJobError as error:
+            asked.fail(f"sbatch refuses: {_last_line(str(error))}")
+        except submitit.core.utils.FailedSubmissionError as error:
+            asked.fail(f"sbatch fails: {_last_line(str(error))}")
+        return asked
 
     # -- collecting --------------------------------------------------------------------------
 
-    def _collect(self, asked: Sequence[_Asked], timeout_s: float) -> None:
-        """Wait for answers; a result's file is looked for, for not every Slurm keeps accounts."""
-        waiting = [one for one in asked if one.job is not None]
-
-        def look() -> list[_Asked]:
-            nonlocal waiting
-            waiting = [one for one in waiting if not self._ended(one)]
-            return waiting
-
-        polled(look, lambda left: not left, for_s=timeout_s, every_s=_POLL_S)
-        reasons = self._reasons(waiting)
-        for one in waiting:
-            why = reasons.get(str(one.job.job_id), "")
-            one.problem = f"no answer within {timeout_s:g} s{why}"
-
     def _ended(self, one: _Asked) -> bool:
-        paths = one.job.paths
-        with contextlib.suppress(OSError):
-            # Makes NFS look again; submitit does the same.
-            paths.folder.chmod(paths.folder.stat().st_mode & 0o7777)
-        if paths.result_pickle.exists():
-            try:
-                one.answer = one.job.result()
-                if isinstance(one.answer, NodeAnswer):
-                    at = one.answer.at
-                    one.clock = at - time.time(), at - one.at
-            except Exception as error:  # noqa: BLE001  whatever the node's process raised
-                one.problem = f"the checks failed: {_last_line(error)}"
-            return True
-        if self.where.cluster == "local" and one.job.done():
-            one.problem = f"the process ended without an answer: {_tail(paths.stderr)}"
-            return True
-        return False
+        """Look for a node's answer, as a file: not every Slurm keeps accounts of jobs."""
+        node, process = one.report.node, isinstance(one.job, subprocess.Popen)
+        over = process and one.job.poll() is not None
+        try:
+            said = (self.folder / f"answer-{node}.jsonl").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if over:
+                log = self._log(node).read_text(encoding="utf-8", errors="replace").strip()
+                words = log[-_LOG_CHARS:] or "it wrote nothing"
+                one.fail(f"the process ended without an answer: {words}")
+            return over
+        *findings, last = map(json.loads, said.splitlines())
+        if "problem" in last:
+            one.fail(f"the checks failed: {_last_line(last['problem'])}")
+        else:
+            one.report = NodeReport(
+                node=node,
+                findings=tuple(CheckResult(**each) for each in findings),
+                clock=(last["at"] - time.time(), last["at"] - one.at),
+            )
+        if process:
+            one.cancel()
+        return True
+
+    def _log(self, node: str) -> Path:
+        return self.folder / f"{node}.log"
 
     def _reasons(self, waiting: Sequence[_Asked]) -> dict[str, str]:
         """Return why jobs have not run, by one query; nothing where Slurm does not say."""
         if not waiting or self.where.cluster == "local":
             return {}
-        ids = ",".join(str(one.job.job_id) for one in waiting)
+        ids = ",".join(one.job.job_id for one in waiting)
         try:
             argv = ["squeue", "--noheader", f"--jobs={ids}", "--format=%i|%T|%r"]
             answer = self.commands.run(argv, timeout_s=_COMMAND_S)
         except Exception as error:  # noqa: BLE001  it only adds a reason
-            return {str(one.job.job_id): f" ({error})" for one in waiting}
+            return {one.job.job_id: f" ({error})" for one in waiting}
         rows = [line.strip().split("|") for line in answer.out.splitlines()]
         return {row[0]: f": {row[1].lower()} ({row[2]})" for row in rows if len(row) == 3}
 
-    def _cancel(self, left: Sequence[_Asked]) -> None:
-        for one in left:
-            if one.job is not None:
-                with contextlib.suppress(Exception):  # it has ended, or Slurm is away
-                    one.job.cancel()
 
-
-def choose(
-    checks: Mapping[str, Check], names: Sequence[str], skip: Sequence[str]
-) -> dict[str, Check]:
-    """Return the checks of these names.
+def choose(checks: Sequence[str], names: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """Return which of `checks` to run.
 
     Raises:
-        UserError: HF660 there is no such check, or none is left.
+        UserError: HF660 a name is unknown, or no check is left.
     """
     unknown = [name for name in (*names, *skip) if name not in checks]
     if unknown:
-        raise UserError("HF660", f"{unknown[0]} is not a check; there are {', '.join(checks)}")
-    chosen = {
-        name: check
-        for name, check in checks.items()
-        if (not names or name in names) and name not in skip
-    }
+        raise UserError("HF660", f"{unknown[0]} is not a check; use {', '.join(checks)}")
+    chosen = [name for name in checks if (not names or name in names) and name not in skip]
     if not chosen:
         raise UserError("HF660", "no check is left; leave out fewer")
     return chosen
 
 
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[-_LOG_CHARS:]
+def _place_of(name: str, check: Check) -> str:
+    """Return how the nodes import a function, as module:name."""
+    module, inside = getattr(check, "__module__", ""), getattr(check, "__qualname__", "<>")
+    if module == "__main__" or "<" in inside:
+        words = "nodes cannot import its function; define it at the top of a module of its own"
+        raise UserError("HF660", f"{name}: {words}")
+    return f"{module}:{inside}"
 
 
-def _tail(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()[-_LOG_CHARS:]
-    except OSError:
-        return "it wrote nothing"
+def _python_path() -> str:
+    return with_packages(os.environ.get("PYTHONPATH"))
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else "nothing said")[-_LOG_CHARS:]

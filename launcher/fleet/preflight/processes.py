@@ -1,11 +1,12 @@
 """Processes that outlived their job: they hold GPUs, memory and CPUs of the next one.
 
-What is left over is decided by a pure function; /proc is read beside it. As an ordinary user one
-sees the files and environment of one's own processes only, of others their cgroup and CPU time.
+An ordinary user sees files and environment of their own processes only; of others, cgroup and CPU
+time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launcher.fleet.preflight.hardware import Wrong
+from launcher.fleet.preflight.tools import Wrong
 
-PROC: Final = Path("/proc")
 FIRST_USER: Final = 1000
 """Below are the system's own users (UID_MIN of login.defs)."""
 _BUSY: Final = 0.5
 """CPUs that a process has taken since its start, from which it slows others down."""
 _JOB: Final = re.compile(r"/job_(\d+)(?:/|$)")
+_JOB_VARIABLE: Final = re.compile(rb"(?:^|\0)SLURM_JOB_ID=(\d+)\0")
 _GPU: Final = re.compile(r"/dev/(nvidia\d+|dri/renderD\d+|kfd)")
 _SHOWN: Final = 60
 
@@ -63,35 +64,28 @@ def orphans(
     tracked = any(processes[pid].tracked for pid in own if pid in processes)
     others: dict[int, list[ProcStatus]] = {}
     for pid, process in sorted(processes.items()):
-        if pid in own:
-            continue
+        who = f"process {pid} ({process.command[:_SHOWN]})"
+        way_out = "it cannot be killed, reboot the node" if process.stuck else f"kill {pid}"
         # Where Slurm keeps jobs private, one sees one's own only.
         mine = me in (0, process.uid)
+        if pid in own:
+            continue
         if process.job and live is not None and mine and process.job not in live:
-            ended = f"is of job {process.job}, which has ended"
-            yield Wrong("warn", f"{_who(process)} {ended}: {_way(process)}")
+            words = f"{who} is of job {process.job}, which has ended: {way_out}"
+            yield Wrong("warn", words)
         elif process.gpus and not process.job:
             held = ", ".join(process.gpus)
-            yield Wrong("warn", f"{_who(process)} holds {held} and is of no job: {_way(process)}")
+            yield Wrong("warn", f"{who} holds {held} and is of no job: {way_out}")
         elif tracked and not process.job and process.uid >= FIRST_USER and process.cpus > _BUSY:
             others.setdefault(process.uid, []).append(process)
     for uid, found in others.items():
-        cpus = sum(each.cpus for each in found)
-        who = f"user {uid} takes {cpus:.1f} CPUs outside any job, as by {_who(found[0])}"
-        yield Wrong("warn", f"{who}: end it, or ask its user to")
+        cpus, first = sum(each.cpus for each in found), found[0]
+        who = f"process {first.pid} ({first.command[:_SHOWN]})"
+        words = f"user {uid} takes {cpus:.1f} CPUs outside any job, as by {who}"
+        yield Wrong("warn", f"{words}: end it, or ask its user to")
 
 
-def _who(process: ProcStatus) -> str:
-    return f"process {process.pid} ({process.command[:_SHOWN]})"
-
-
-def _way(process: ProcStatus) -> str:
-    if process.stuck:
-        return "it cannot be killed, reboot the node"
-    return f"kill {process.pid}"
-
-
-def read_processes(proc: Path = PROC) -> dict[int, ProcStatus]:
+def read_processes(proc: Path = Path("/proc")) -> dict[int, ProcStatus]:
     """Return pid -> process, of all that can be seen; zombies hold nothing and are left out."""
     found = {}
     up_s = float((proc / "uptime").read_text().split()[0])
@@ -119,38 +113,26 @@ def _read(folder: Path, up_s: float, tick: int) -> ProcStatus | None:
     if not words and stat[1] in ("0", "2"):
         return None  # a thread of the kernel
     cgroup = _JOB.search((folder / "cgroup").read_text(errors="replace"))
+    own = None
+    gpus: set[str] = set()
+    with contextlib.suppress(OSError):  # another user's
+        own = _JOB_VARIABLE.search((folder / "environ").read_bytes())
+        targets = [str(fd.readlink()) for fd in (folder / "fd").iterdir()]
+        gpus = {match[1] for each in targets if (match := _GPU.fullmatch(each))}
     return ProcStatus(
         pid=int(folder.name),
         uid=folder.stat().st_uid,
         command=words or name.partition("(")[2],
-        job=cgroup[1] if cgroup else _job_of(folder),
+        job=cgroup[1] if cgroup else own[1].decode() if own else "",
         tracked=cgroup is not None,
-        gpus=_gpus_of(folder),
+        gpus=tuple(sorted(gpus)),
         cpus=seconds / age_s,
         stuck=state == "D",
     )
 
 
-def _job_of(folder: Path) -> str:
-    """Return the job in a process's environment; empty: none, or another user's process."""
-    try:
-        raw = (folder / "environ").read_bytes()
-    except OSError:
-        return ""
-    match = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)\0", raw)
-    return match[1].decode() if match else ""
-
-
-def _gpus_of(folder: Path) -> tuple[str, ...]:
-    try:
-        targets = [str(fd.readlink()) for fd in (folder / "fd").iterdir()]
-    except OSError:
-        return ()  # another user's
-    return tuple(sorted({match[1] for each in targets if (match := _GPU.fullmatch(each))}))
-
-
-def ancestors(pid: int, proc: Path = PROC) -> frozenset[int]:
-    """Return a process and all above it: what has started a check is no left-over."""
+def ancestors(pid: int, proc: Path = Path("/proc")) -> frozenset[int]:
+    """Return a process and all above it: what has started a check is not left over."""
     found: set[int] = set()
     while pid > 0 and pid not in found:
         found.add(pid)
@@ -162,18 +144,7 @@ def ancestors(pid: int, proc: Path = PROC) -> frozenset[int]:
     return frozenset(found)
 
 
-def unused_segments(
-    segments: Mapping[str, int], mapped: frozenset[str], *, prefixes: tuple[str, ...]
-) -> dict[str, int]:
-    """Return name -> bytes of shared memory that libraries have left: nobody has it mapped."""
-    return {
-        name: size
-        for name, size in segments.items()
-        if name.startswith(prefixes) and name not in mapped
-    }
-
-
-def mapped_segments(shm: str, proc: Path = PROC) -> frozenset[str]:
+def mapped_segments(shm: str, proc: Path = Path("/proc")) -> frozenset[str]:
     """Return the names in `shm` that one's own processes have mapped or open."""
     found = set()
     for folder in proc.iterdir():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from launcher.fleet.ledger import Fleet
 from launcher.platforms.base import Backend, Machines
-from launcher.record.excluded import ExcludedMachine
+from launcher.record.failures import ExcludedMachine
 from launcher.record.fleet import Standing, kept_off, standings
 from launcher.render.local import Bundle
 from launcher.spec.errors import NOWHERE, PlatformError, Problem, UserError

@@ -19,7 +19,7 @@ from launcher.plan.search import plan
 from launcher.platforms.base import Backend, JobRef, JobState, Machines
 from launcher.platforms.targets import target_named
 from launcher.record import stop_request
-from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
+from launcher.record.failures import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD, JOB_FILE, Bundle

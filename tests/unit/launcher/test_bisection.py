@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fleet.preflight.bisection import Bisection
+from launcher.fleet.preflight.collectives import Bisection
 
 
 def rounds_over(size, faults):

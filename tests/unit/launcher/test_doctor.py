@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from synthetic_record import config_of
 
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.record.signatures import classes, signatures
-from launcher.doctor.doctor import diagnose, run_failures
-from launcher.doctor.flight import works_of
+from launcher.doctor.doctor import diagnose, run_failures, works_of
 from launcher.doctor.judge import Diagnosis, judge
 from launcher.doctor.literals import literals_of
 from launcher.doctor.runbook import runbook_of
@@ -37,6 +38,42 @@ def test_every_signature_can_be_searched_for_and_is_of_a_kind() -> None:
         assert Kind(each.kind)
         assert each.why
     assert all(each.title and each.fix and each.source for each in classes().values())
+
+
+@pytest.mark.parametrize("number", range(len(signatures())))
+def test_what_a_pattern_matches_has_one_of_its_literals(number: int) -> None:
+    pattern = signatures()[number].pattern
+    literals = literals_of(pattern.pattern)
+
+    @settings(max_examples=5, database=None)
+    @given(st.from_regex(pattern))
+    def contained(text: str) -> None:
+        assert any(each in text for each in literals)
+
+    contained()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "literals"),
+    [
+        ("abc", {"abc"}),
+        (r"a\.b[Cc]d?e", {"a.bCe", "a.bce", "a.bCde", "a.bcde"}),
+        ("(?:ab|cd)+x{2}long", {"long"}),
+        ("(?:ab|cd)?e", {"e"}),
+        ("[a-z]+ab|c.{0,9}def", {"ab", "def"}),
+        (r"(?<!no)(?!x)\bword(?=y)", {"word"}),
+        ("abc|xabcx", {"abc"}),
+        ("(a|b(c|d))ef", {"aef", "bcef", "bdef"}),
+    ],
+)
+def test_literals_are_of_what_must_match(pattern: str, literals: set[str]) -> None:
+    assert literals_of(pattern) == literals
+
+
+@pytest.mark.parametrize("pattern", ["", "a*", "(?:ab)?", "abc|.*", "[a-z]", "(?!ab)", "(a|b?)"])
+def test_a_pattern_that_matches_without_a_fixed_string_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="no fixed string"):
+        literals_of(pattern)
 
 
 PEER = "[rank{}]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:35\n"
@@ -110,6 +147,16 @@ def test_ranks_that_read_the_same_data_are_told() -> None:
         "same_data",
         "healthy",
     )
+
+
+def test_what_could_not_be_read_is_told_with_every_diagnosis(tmp_path: Path) -> None:
+    steps = ((rank, step) for step in range(3) for rank in range(4))
+    lines = (f"[rank{rank}] step {step} sample_ids=[{step}, 0]\n" for rank, step in steps)
+    (tmp_path / "run.log").write_text("".join(lines))
+    (tmp_path / "core").write_bytes(bytes(range(1, 32)) * 99)
+    found = diagnose([str(tmp_path)], tmp_path, io.BytesIO())
+    assert found.name == "same_data"
+    assert found.unread == (f"{tmp_path / 'core'}: binary, not a log",)
 
 
 WATCHDOG = (

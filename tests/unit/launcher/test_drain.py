@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.fleet.drain import drain, named
 from launcher.fleet.ledger import Fleet
+from launcher.fleet.nodes import drain, named
 from launcher.node.attempt import Attempt
 from launcher.node.decide import EXIT_LEFT
 from launcher.node.leaving import Drains, asked_to_leave

@@ -12,7 +12,7 @@ from kubernetes_jobs import KINDS, bundle_of, template_of
 from elastic_trainer.record.events import Event
 from launcher.platforms.kubernetes.documents import read_bundle, stamped
 from launcher.platforms.slurm.parse import excluded
-from launcher.record.excluded import ExcludedMachine, excluded_machines
+from launcher.record.failures import ExcludedMachine, excluded_machines
 from launcher.render.pod import HOSTNAME
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

@@ -13,7 +13,7 @@ from elastic_trainer.record.events import Event
 from launcher.cli.main import run_cli
 from launcher.fleet.ledger import MOST_BYTES, Fleet, fleet_at, place_for
 from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
-from launcher.fleet.preflight.checks import CheckResult, NodeReport
+from launcher.fleet.preflight.report import CheckResult, NodeReport
 from launcher.platforms.base import Machine
 from launcher.platforms.kubernetes.machines import of_nodes
 from launcher.platforms.slurm.machines import of_scontrol

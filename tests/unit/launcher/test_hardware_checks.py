@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.plan.gpus import Gpu, answering
-from launcher.fleet.preflight.hardware import (
+from launcher.fleet.preflight.tools import (
     dcgm_problems,
     gpu_identity,
     gpu_information,

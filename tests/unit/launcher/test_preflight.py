@@ -1,4 +1,4 @@
-"""Preflight: the checks, the verdict over all nodes, and submitit's local executor."""
+"""Preflight: the checks, the verdict over all nodes, and rounds of emulated nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import stat
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
 from launcher.fleet.preflight import checks
-from launcher.fleet.preflight.checks import CheckResult, Expected, NodeReport, evaluate, run_checks
+from launcher.fleet.preflight.checks import run_checks
 from launcher.fleet.preflight.nodes import SUBMITTERS, NodeSelection, Preflight, choose
+from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
 from launcher.platforms.commands import CommandResult as Said
 from launcher.spec.errors import UserError
 
@@ -95,9 +97,9 @@ def test_the_verdict_never_makes_anything_better_or_loses_a_node(reports):
 
 
 def test_every_check_answers_here(tmp_path):
-    answer = run_checks(checks.CHECKS, Expected(directory=str(tmp_path), min_shm_gib=0))
-    assert [finding.check for finding in answer.findings] == list(checks.CHECKS)
-    assert {f.check: f.level for f in answer.findings if f.level == "fail"} == {}
+    findings = run_checks(checks.CHECKS, Expected(directory=str(tmp_path), min_shm_gib=0))
+    assert [finding.check for finding in findings] == list(checks.CHECKS)
+    assert {f.check: f.level for f in findings if f.level == "fail"} == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,7 +107,7 @@ def test_a_check_that_raises_is_a_failed_check():
     def broken(expected):
         raise ValueError("no")
 
-    (finding,) = run_checks({"mine": broken}, Expected()).findings
+    (finding,) = run_checks({"mine": broken}, Expected())
     assert (finding.check, finding.level) == ("mine", "fail")
     assert "ValueError: no" in finding.text
 
@@ -224,9 +226,9 @@ def test_leftovers_are_told_and_live_ones_are_not(tmp_path, monkeypatch):
 
 
 def test_checks_are_chosen_by_name():
-    known = dict.fromkeys("abc", checks.check_shm)
-    assert list(choose(known, [], [])) == ["a", "b", "c"]
-    assert list(choose(known, ["c", "a"], ["a"])) == ["c"]
+    known = ["a", "b", "c"]
+    assert choose(known, [], []) == known
+    assert choose(known, ["c", "a"], ["a"]) == ["c"]
     for names, skip in ((["x"], []), ([], ["x"]), (["a"], ["a"])):
         with pytest.raises(UserError) as error:
             choose(known, names, skip)
@@ -271,7 +273,7 @@ def test_wrong_names_are_refused(tmp_path, where):
 
 
 @pytest.mark.slow
-def test_this_machine_by_submitits_local_executor(tmp_path, capsys, monkeypatch):
+def test_this_machine_runs_all_checks(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--dir", str(tmp_path), "--shm-gib", "0", "--timeout", "100"]
     assert run_cli(["preflight", "--to", "local", "--json", *options]) == 0
@@ -279,11 +281,11 @@ def test_this_machine_by_submitits_local_executor(tmp_path, capsys, monkeypatch)
     (node,) = answer["nodes"]
     assert answer["ok"]
     assert [finding["check"] for finding in node["findings"]] == list(checks.CHECKS)
-    assert list((tmp_path / "runs" / ".preflight").iterdir()) == []  # nothing pickled is left
+    assert list((tmp_path / "runs" / ".preflight").iterdir()) == []  # nothing is left
 
 
 @pytest.mark.slow
-def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, capsys):
+def test_a_node_that_fails_is_exit_code_1_and_its_files_are_private(tmp_path, capsys):
     folder = tmp_path / "files"
     options = ["--check", "shm", "--shm-gib", "1e9", "--folder", str(folder), "--timeout", "100"]
     assert run_cli(["preflight", "--to", "local", *options]) == 1
@@ -291,6 +293,45 @@ def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, 
     assert "enlarge or empty" in out
     assert f"0 of 1 node fit; what they wrote is in {folder}" in out
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def told(expected):
+    return CheckResult(check="mine", text=f"{expected.gpus} GPUs", value=1)
+
+
+def raises(expected):
+    raise ValueError(expected.directory)
+
+
+@pytest.mark.process
+def test_functions_of_ones_own_run_on_the_nodes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    where = NodeSelection(cluster="local", nodes="2")
+    asking = Preflight(where=where, folder=tmp_path / "f")
+    extra = {"mine": told, "bad": raises}
+    found = asking.run(Expected(gpus=3, directory="d"), names=list(extra), extra=extra)
+    assert [[each.text for each in report.findings] for report in found] == [
+        ["3 GPUs", "the check itself failed: ValueError: d"]
+    ] * 2
+    assert all(low <= 0 <= high for low, high in (report.clock for report in found))
+
+
+def test_functions_that_nodes_cannot_import_are_refused(tmp_path):
+    asking = Preflight(where=NodeSelection(cluster="local"), folder=tmp_path / "f")
+    with pytest.raises(UserError) as error:
+        asking.run(Expected(), extra={"mine": lambda expected: told(expected)})
+    assert error.value.code == "HF660"
+    assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("python", "word"), [("false", "it wrote nothing"), ("cat", "invalid option")]
+)
+def test_a_process_that_ends_without_an_answer_is_told(tmp_path, python, word):
+    where = NodeSelection(cluster="local", python=python)
+    [found] = Preflight(where=where, folder=tmp_path / "f").run(Expected(), names=["shm"])
+    assert (found.level, word in found.problem) == ("fail", True), found
 
 
 SBATCH = """\
@@ -328,6 +369,7 @@ def test_nodes_are_asked_a_few_at_a_time_and_none_is_forgotten(tmp_path, monkeyp
     assert 1 < max(counts) <= SUBMITTERS
     cancelled = (tmp_path / "busy.cancelled").read_text().split()
     assert len(set(cancelled)) == len(nodes) - 1
+    assert not list((tmp_path / "f").glob("*.pkl"))
 
 
 def test_wrong_options_are_told(tmp_path, capsys):

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.fleet.preflight.bisection import Verdicts
-from launcher.fleet.preflight.collectives import findings
+from launcher.fleet.preflight.collectives import Verdicts, finding
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,9 +150,8 @@ def test_findings_name_what_to_look_at():
     verdicts = Verdicts(
         broken=frozenset({"a"}), slow=frozenset({"b"}), suspects=frozenset({"c", "d"})
     )
-    found = findings(verdicts, "abcde")
+    found = {node: finding(verdicts, node, 5) for node in "abcde"}
     assert [found[n].level for n in "abcde"] == ["fail", "fail", "warn", "warn", "ok"]
     assert "c, d" in found["c"].text
-    healthy = Verdicts(broken=frozenset(), slow=frozenset(), suspects=frozenset())
-    assert "both are slow" in findings(healthy, "ab")["a"].text
-    assert "both are slow" not in findings(healthy, "abc")["a"].text
+    assert "both are slow" in finding(Verdicts(), "a", 2).text
+    assert "both are slow" not in finding(Verdicts(), "a", 3).text

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from elastic_trainer.record.signatures import Remedy, classes
 from launcher.cli.main import cli
-from launcher.doctor.runbooks.pages import FOLDER, Names, index, page, titles
+from launcher.doctor.runbook import FOLDER, Names, index, page, titles
 from launcher.spec.errors import UserError
 from launcher.spec.spec import all_sections, keys_of
 

@@ -12,27 +12,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.fleet.preflight import checks
-from launcher.fleet.preflight.checks import CheckResult, Expected, NodeReport, evaluate, run_checks
-from launcher.fleet.preflight.hardware import port_problems, port_rates
+from launcher.fleet.preflight.checks import run_checks
 from launcher.fleet.preflight.processes import (
     ProcStatus,
     ancestors,
     mapped_segments,
     orphans,
     read_processes,
-    unused_segments,
 )
-from launcher.fleet.preflight.system import (
+from launcher.fleet.preflight.report import (
+    CheckResult,
+    Expected,
+    NodeReport,
+    clock_gaps,
+    evaluate,
+)
+from launcher.fleet.preflight.tools import (
+    CUDA,
+    DRIVER,
+    FABRIC_MANAGER,
     chrony_offset,
     chrony_problems,
-    clock_gaps,
-    driver_version,
     ethernet_speeds,
     fabric_manager_problems,
-    fabric_manager_version,
+    port_problems,
+    port_rates,
     sysfs_ports,
     timedatectl_problems,
-    torch_cuda,
+    version_in,
 )
 
 
@@ -168,31 +175,33 @@ UnitFileState=enabled
     ],
 )
 def test_switches_need_their_service(healthy, sick, level, word):
-    def problems(text, *, switches=True):
-        return list(
-            fabric_manager_problems(text, switches=switches, version="535.161.08",
-                                    driver="535.161.08")
-        )  # fmt: skip
+    def problems(text):
+        return list(fabric_manager_problems(text, version="535.161.08", driver="535.161.08"))
 
     assert problems(RUNS) == []
     [(found, words, _)] = problems(RUNS.replace(healthy, sick))
     assert found == level
     assert word in words
+
+
+def test_a_service_without_switches_is_no_fault(tmp_path, monkeypatch):
     # "request to query NVSwitch device information ... NV_WARN_NOTHING_TO_DO"
-    # (https://github.com/data-infra/cube-studio/issues/29): no switch, no fault.
-    assert problems(RUNS.replace(healthy, sick), switches=False) == []
+    # (https://github.com/data-infra/cube-studio/issues/29): it ends with an error.
+    monkeypatch.setattr(checks, "_SWITCHES", tmp_path / "none")
+    assert checks.check_fabric_manager(Expected(gpus=8)).level == "not here"
 
 
 def test_the_fabric_manager_must_be_the_drivers():
     # https://github.com/leptonai/gpud (fabric-manager's parser), and
     # https://github.com/NVIDIA/gpu-operator/issues/544 for the versions.
     assert (
-        fabric_manager_version("\n\n\tFabric Manager version is : 535.161.08\n\n") == "535.161.08"
+        version_in(FABRIC_MANAGER, "\n\n\tFabric Manager version is : 535.161.08\n\n")
+        == "535.161.08"
     )
-    assert fabric_manager_version("command not found") is None
-    found = fabric_manager_problems(RUNS, switches=True, version="530.30.02", driver="530.41.03")
+    assert version_in(FABRIC_MANAGER, "command not found") is None
+    found = fabric_manager_problems(RUNS, version="530.30.02", driver="530.41.03")
     assert levels(found) == ["fail"]
-    unknown = fabric_manager_problems(RUNS, switches=True, version=None, driver="530.41.03")
+    unknown = fabric_manager_problems(RUNS, version=None, driver="530.41.03")
     assert levels(unknown) == []
 
 
@@ -217,7 +226,7 @@ NVRM = "NVRM version: NVIDIA UNIX "
     ],
 )
 def test_the_drivers_version_is_read(text, version):
-    assert driver_version(NVRM + text) == version
+    assert version_in(DRIVER, NVRM + text) == version
 
 
 @pytest.mark.parametrize(
@@ -229,7 +238,7 @@ def test_the_drivers_version_is_read(text, version):
     ],
 )
 def test_the_cuda_that_torch_is_built_for_is_read(text, version):
-    assert torch_cuda(text) == version
+    assert version_in(CUDA, text) == version
 
 
 def test_parts_that_differ_are_named_alone():
@@ -375,17 +384,19 @@ def test_a_process_of_an_ended_job_is_found_on_this_machine(left_over, tmp_path,
     for jobs, told in (("7\\n", True), ("6\\n7\\n", False), ("", False)):
         squeue.write_text(f"#!/bin/sh\nprintf '{jobs}'\n")
         squeue.chmod(0o755)
-        [finding] = run_checks({"orphans": checks.check_orphans}, Expected()).findings
+        [finding] = run_checks({"orphans": checks.check_orphans}, Expected())
         assert (f"process {left_over.pid} " in finding.text) == told
 
 
-def test_segments_that_nobody_has_mapped_are_left_over(tmp_path):
-    segments = {"nccl-abc": 10, "torch_1_2_0": 20, "other": 30, "nccl-used": 40}
-    found = unused_segments(segments, frozenset({"nccl-used"}), prefixes=("nccl-", "torch_"))
-    assert found == {"nccl-abc": 10, "torch_1_2_0": 20}
-    path = tmp_path / "nccl-open"
-    with path.open("w"):
+def test_segments_that_nobody_has_mapped_are_left_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "SHM", tmp_path)
+    for name in ("nccl-abc", "torch_1_2_0", "other", "nccl-open"):
+        (tmp_path / name).write_bytes(b"0" * 8192)
+    with (tmp_path / "nccl-open").open():
         assert "nccl-open" in mapped_segments(str(tmp_path))
+        text = checks.check_leftovers(Expected()).text
+        assert text.startswith("2 files or folders")
+        assert f"as {tmp_path / 'nccl-abc'}" in text
     assert "nccl-open" not in mapped_segments(str(tmp_path))
 
 
@@ -397,7 +408,7 @@ def test_a_check_that_hangs_fails_and_the_others_are_told(monkeypatch):
     read, write = os.pipe()
     try:
         hanging = {"storage": lambda _: os.read(read, 1), "shm": checks.check_shm}
-        stuck, other = run_checks(hanging, Expected(min_shm_gib=0)).findings
+        stuck, other = run_checks(hanging, Expected(min_shm_gib=0))
     finally:
         os.close(write)
         os.close(read)
