@@ -178,10 +178,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        submitted: Found,
-        backend: Backend | None = None,
-        warnings: Sequence[Problem] = (),
+        self, submitted: Found, backend: Backend | None = None, warnings: Sequence[Problem] = ()
     ) -> None:
         """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
         from launcher.runs.watching.run_status import target_of
@@ -247,7 +244,7 @@ class Run:
             TimeoutError: it has not ended within so many seconds; it continues.
         """
         from launcher.platforms.base import JobState
-        from launcher.runs.summary_file import current_summary
+        from launcher.runs.reports.data import current_summary
 
         if self.wait(timeout_s).state is not JobState.DONE:
             raise FailedRunError(self.why())

@@ -226,9 +226,5 @@ if __name__ == "__main__":
         for name, text in runbook_pages().items():
             (folder / name).write_text(text, encoding="utf-8")
         sys.exit()
-    texts = {
-        "errors": error_reference,
-        "resume": resume_reference,
-        "job-file": job_file_reference,
-    }
+    texts = {"errors": error_reference, "resume": resume_reference, "job-file": job_file_reference}
     sys.stdout.write(texts.get("".join(sys.argv[1:]), cli_reference)())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, run_argument
+from launcher.cli.common import run_argument
 from launcher.spec.errors import UserError
 
 EPILOG = """\b
@@ -46,7 +46,7 @@ def logs(
     timestamps: bool,
     since: str | None,
     pattern: str | None,
-) -> int:
+) -> None:
     """Show the logs of RUN across its attempts, each line with its node and rank.
 
     Without --rank and --node: the job's own output, rank 0, and events (lines with --).
@@ -56,30 +56,26 @@ def logs(
     """
     from launcher.api import open_run
 
-    try:
-        found = open_run(run, runs)
-        lines = found.logs(
-            follow=follow,
-            ranks=None if "all" in ranks else [_rank(rank) for rank in ranks],
-            nodes=nodes,
-            since_unix=None if since is None else _since(since, time.time()),
-            pattern=None if pattern is None else _pattern(pattern),
-            say=lambda text: click.echo(f"-- {text}", err=True),
-        )
-        for line in lines:
-            before = f"{_clock(line.t_unix)} " if timestamps else ""
-            # Of a progress bar what a terminal would show: its newest state.
-            text = line.text.rstrip("\r").rpartition("\r")[2]
-            click.echo(f"{before}{line.label}: {text}")
-        if not follow:  # what is wrong comes last
-            status = found.status()
-            if status.problem:
-                click.echo(status.problem, err=True)
-            for finding in status.findings(time.time()):
-                click.echo(f"-- warning: {finding}", err=True)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
-    return EXIT_DONE
+    found = open_run(run, runs)
+    lines = found.logs(
+        follow=follow,
+        ranks=None if "all" in ranks else [_rank(rank) for rank in ranks],
+        nodes=nodes,
+        since_unix=None if since is None else _since(since, time.time()),
+        pattern=None if pattern is None else _pattern(pattern),
+        say=lambda text: click.echo(f"-- {text}", err=True),
+    )
+    for line in lines:
+        before = f"{_clock(line.t_unix)} " if timestamps else ""
+        # Of a progress bar what a terminal would show: its newest state.
+        text = line.text.rstrip("\r").rpartition("\r")[2]
+        click.echo(f"{before}{line.label}: {text}")
+    if not follow:  # what is wrong comes last
+        status = found.status()
+        if status.problem:
+            click.echo(status.problem, err=True)
+        for finding in status.findings(time.time()):
+            click.echo(f"-- warning: {finding}", err=True)
 
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}

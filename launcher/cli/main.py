@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
+from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, exit_with_problems
 from launcher.cli.terminal import VisibleStream
 from launcher.spec.errors import HoldfastError, UserError
 
@@ -20,29 +20,26 @@ if TYPE_CHECKING:
 
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Jobs": {
-        "check": ("launcher.cli.check", "Check a job file; report every problem at once."),
-        "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
-        "render": (
-            "launcher.cli.render",
-            "Show what would be submitted: the script, and job.json.",
-        ),
+        "check": ("launcher.cli.job", "Check a job file; report every problem at once."),
+        "plan": ("launcher.cli.job", "Show layout, placement and ladder of a job."),
+        "render": ("launcher.cli.job", "Show what would be submitted: the script, and job.json."),
         "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
-        "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
+        "restart": ("launcher.cli.cancel", "Let a run save and start again on all its nodes."),
         "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
         "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
         "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
-        "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
+        "agent": ("launcher.cli.scripts", "Run any torchrun script, with torchrun's flags."),
         "wrap": (
-            "launcher.cli.wrap",
+            "launcher.cli.scripts",
             "Let a torchrun batch script or PyTorchJob survive lost nodes.",
         ),
-        "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
+        "schema": ("launcher.cli.job", "Print the JSON schema of job files, for editors."),
     },
     "Look": {
         "status": ("launcher.cli.status", "Show where runs stand."),
-        "list": ("launcher.cli.list_runs", "List all runs of a folder."),
+        "list": ("launcher.cli.status", "List all runs of a folder."),
         "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
-        "top": ("launcher.cli.top", "Show all runs of all users while they run."),
+        "top": ("launcher.cli.watch", "Show all runs of all users while they run."),
         "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
         "describe": ("launcher.cli.describe", "Show all that is known about a run."),
         "report": ("launcher.cli.report", "Draw what happened in a run."),
@@ -52,24 +49,24 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
     },
     "Fix": {
-        "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
+        "why": ("launcher.cli.doctor", "Say why a run waits, or what failed first."),
         "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
-        "runbook": ("launcher.cli.runbook", "Print what to do about a failure, or a procedure."),
-        "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
-        "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
+        "runbook": ("launcher.cli.doctor", "Print what to do about a failure, or a procedure."),
+        "stacks": ("launcher.cli.workers", "Show what the workers of a running job do now."),
+        "shell": ("launcher.cli.workers", "Open a shell on the node of a running worker."),
     },
     "Fleet": {
         "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
         "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
-        "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
+        "drain": ("launcher.cli.nodes", "Let jobs leave nodes or a rack at a step boundary."),
     },
     "Checkpoints": {
-        "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
+        "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints.")
     },
 }
-"""Command -> module and one line of help. The module's command is `command`, or has its name."""
+"""Command -> module and one line of help. The function is named like it, or `list_`."""
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
-INTERNAL: Final = {"batch": "launcher.cli.batch", "forwarded": "launcher.cli.forwarded"}
+INTERNAL: Final = {"batch": "launcher.cli.scripts", "forwarded": "launcher.cli.forwarded"}
 """What wrapped scripts, and Holdfast on another machine, call: in no list."""
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
@@ -97,9 +94,8 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             # A part that was left out breaks its own command only.
             raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
-        name = "command" if hasattr(module, "command") else cmd_name
-        command = getattr(module, name)
-        assert isinstance(command, click.Command), f"{module.__name__}.{name} is not a command"
+        command = getattr(module, cmd_name, None) or getattr(module, f"{cmd_name}_")
+        assert isinstance(command, click.Command), f"{path}.{cmd_name} is not a command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -175,8 +171,7 @@ def run_cli(args: list[str] | None = None) -> int:
         with cli.make_context("holdfast", arguments) as ctx:
             result = cli.invoke(ctx)
     except UserError as error:
-        print_problems(error.problems)
-        return EXIT_USER
+        return exit_with_problems(error, as_json=False)
     except HoldfastError as error:
         from launcher.spec.secret_forms import masked
 

@@ -1,4 +1,4 @@
-"""`holdfast nodes`: machines that jobs are kept off, over all runs."""
+"""`holdfast nodes` and `drain`: machines that jobs are kept off, over all runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
+from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
 from launcher.spec.errors import PlatformError, UserError
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Machine
     from launcher.record.fleet import Entry
 
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-EPILOG = """\b
+NODES_EPILOG = """\b
 Examples:
   holdfast nodes list
   holdfast nodes exclude node[07,19] --reason "fan broken, ticket 4711"
@@ -50,8 +51,8 @@ def to_option(function: _Function) -> _Function:
     )(function)
 
 
-@click.group("nodes", epilog=EPILOG)
-def command() -> None:
+@click.group("nodes", epilog=NODES_EPILOG)
+def nodes() -> None:
     """Show and change which machines jobs are kept off, over all runs.
 
     Strikes come from runs (lost machines, stragglers, exclusions) and from preflight. Three within
@@ -59,23 +60,20 @@ def command() -> None:
     """
 
 
-@command.command("list")
+@nodes.command("list")
 @fleet_option
 @to_option
 @json_option
-def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
+def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
     from launcher.fleet.ledger import fleet_at
     from launcher.fleet.nodes import listed
 
-    try:
-        machines, away = _machines(target)
-        rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    machines, away = _machines(target)
+    rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
     if as_json:
         print_json(rows)
-        return EXIT_DONE
+        return
     if away:
         click.echo(f"{target} is not asked: {away}", err=True)
     for row in rows:
@@ -88,10 +86,9 @@ def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
         click.echo(f"{row['machine']}  {state}  {'; '.join(said)}")
     if not rows:
         click.echo(f"nothing is held against any machine ({fleet})")
-    return EXIT_DONE
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1, required=True)
 @click.option("--reason", required=True, help="Why, for the record.")
 @click.option("--for", "duration", metavar="TIME", help="As 90m, 12h, 7d  [default: until release]")
@@ -99,7 +96,7 @@ def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
 @json_option
 def exclude(
     *, nodes: Sequence[str], reason: str, duration: str | None, fleet: str, as_json: bool
-) -> int:
+) -> None:
     """Keep later jobs off NODES (Slurm's lists too, as n[1-4,7]); what runs there goes on.
 
     `holdfast drain` lets running jobs leave as well.
@@ -107,16 +104,13 @@ def exclude(
     from launcher.fleet import nodes as ops
     from launcher.fleet.ledger import fleet_at
 
-    try:
-        for_s = None if duration is None else seconds("--for", duration)
-        names = _names(nodes)
-        done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(done, as_json=as_json)
+    for_s = None if duration is None else seconds("--for", duration)
+    names = _names(nodes)
+    done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+    _told(done, as_json=as_json)
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1, required=True)
 @click.option("--reason", default="released", show_default=True, help="Why, for the record.")
 @click.option("--force", is_flag=True, help="Without the check.")
@@ -133,7 +127,7 @@ def release(
     fleet: str,
     target: str,
     as_json: bool,
-) -> int:
+) -> None:
     """Let jobs use NODES again, once `holdfast preflight` passes there.
 
     All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
@@ -142,39 +136,29 @@ def release(
     from launcher.fleet import nodes as ops
     from launcher.fleet.ledger import fleet_at
 
-    try:
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        place = Path("runs", ".preflight", stamp).absolute()
-        check = partial(ops.checked, target=target, folder=place, gpus=gpus)
-        said = f"{reason} (not checked)" if force else reason
-        names = _names(nodes)
-        done = ops.release(
-            fleet_at(fleet),
-            names,
-            check=None if force else check,
-            reason=said,
-            now_unix=time.time(),
-        )
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(done, as_json=as_json)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = Path("runs", ".preflight", stamp).absolute()
+    check = partial(ops.checked, target=target, folder=place, gpus=gpus)
+    said = f"{reason} (not checked)" if force else reason
+    names = _names(nodes)
+    done = ops.release(
+        fleet_at(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+    )
+    _told(done, as_json=as_json)
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1)
 @fleet_option
 @json_option
-def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
+def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
     from launcher.fleet.ledger import fleet_at
 
-    try:
-        wanted = set(_names(nodes))
-        found = fleet_at(fleet).entries()
-        entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(entries, as_json=as_json)
+    wanted = set(_names(nodes))
+    found = fleet_at(fleet).entries()
+    entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
+    _told(entries, as_json=as_json)
 
 
 def _machines(target: str) -> tuple[list[Machine], str]:
@@ -195,17 +179,16 @@ def _names(nodes: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for text in nodes for name in expand_nodes(text)))
 
 
-def _told(entries: Sequence[Entry], *, as_json: bool) -> int:
+def _told(entries: Sequence[Entry], *, as_json: bool) -> None:
     if as_json:
         print_json([entry.to_json() for entry in entries])
-        return EXIT_DONE
+        return
     for entry in entries:
         until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
         run = f" ({entry.run})" if entry.run else ""
         what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
         where = f"{entry.machine} {entry.gpu}".rstrip()
         click.echo(f"{_date(entry.t_unix)}  {where}  {what}  by {entry.by}")
-    return EXIT_DONE
 
 
 def _date(t_unix: float) -> str:
@@ -222,3 +205,57 @@ def seconds(option: str, text: str) -> float:
     if match is None:
         raise UserError("HF610", f"{option} {text!r:.40}: write 90m, 12h or 7d")
     return int(match[1]) * _UNITS[match[2]]
+
+
+DRAIN_EPILOG = """\b
+Examples:
+  holdfast drain node07 --reason "fan broken"
+  holdfast drain rack12 --reason "power work" --by 30m
+  holdfast drain node[01-08] --to jobset --json
+"""
+
+
+@click.command("drain", epilog=DRAIN_EPILOG)
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...|RACK")
+@click.option("--reason", default="drained", show_default=True, help="For platform and record.")
+@click.option(
+    "--by", metavar="TIME", default="10m", show_default=True, help="Wait so long, as 90m or 12h."
+)
+@fleet_option
+@to_option
+@json_option
+def drain(
+    *, nodes: Sequence[str], reason: str, by: str, fleet: str, target: str, as_json: bool
+) -> int:
+    """Drain nodes, or all of a rack: jobs leave them at a step boundary and redo no step.
+
+    The platform is told (Slurm: DRAIN, Kubernetes: cordon and eviction), which takes its operator's
+    rights. Then jobs of Holdfast continue on their other nodes, spares first. A rack is a leaf
+    switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
+    code 1: something is left there after TIME; it is named, and the drain stays.
+    """
+    from launcher.fleet import drain as ops
+    from launcher.fleet.ledger import fleet_at
+    from launcher.fleet.nodes import machines_of
+    from launcher.platforms.targets import target_named
+
+    wait_s = seconds("--by", by)
+    platform = machines_of(target_named(target).load_backend())
+    names = ops.named(nodes, platform.machines())
+    done = ops.drain(
+        platform,
+        fleet_at(fleet),
+        names,
+        reason=reason,
+        for_s=wait_s,
+        now_unix=time.time(),
+        say=(lambda _: None) if as_json else say,
+    )
+    if as_json:
+        print_json({"left": list(done.left), "waiting": sorted(done.waiting)})
+    else:
+        for name in done.left:
+            click.echo(f"{name}  drained, nothing is left there")
+        for name, what in sorted(done.waiting.items()):
+            click.echo(f"{name}  draining: {what}")
+    return EXIT_FAILED if done.waiting else EXIT_DONE

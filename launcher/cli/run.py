@@ -17,7 +17,6 @@ from launcher.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USER,
-    exit_with_problems,
     handling,
     json_option,
     path_option,
@@ -28,7 +27,7 @@ from launcher.cli.terminal import direct
 from launcher.local import job as local_job
 from launcher.local.run import Interrupts
 from launcher.platforms.background import SUMMARY
-from launcher.runs.views import LiveView, PlainView, View
+from launcher.runs.watching.screen import LiveView, PlainView, View
 from launcher.spec.errors import UserError
 
 EPILOG = """\b
@@ -92,29 +91,26 @@ def run(
     printed at the end and progress goes to stderr. Exit codes: 0 done, 1 it
     failed, 2 the input is wrong, 130 interrupted.
     """
-    try:
-        prepared = _prepare(
-            job,
-            nodes=nodes,
-            faults=faults,
-            chaos=chaos,
-            sets=sets,
-            run_dir=run_dir,
-            resume=resume,
-            start=start,
-        )
-        if prepared is None:
-            assert resume is not None
-            click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
-            if as_json:
-                click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
-            return EXIT_DONE
-        interrupts = Interrupts()
-        with handling((signal.SIGINT, signal.SIGTERM), interrupts):
-            view = _view(as_json=as_json, quiet=quiet)
-            result = local_job.execute(prepared, interrupts=interrupts, view=view)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    prepared = _prepare(
+        job,
+        nodes=nodes,
+        faults=faults,
+        chaos=chaos,
+        sets=sets,
+        run_dir=run_dir,
+        resume=resume,
+        start=start,
+    )
+    if prepared is None:
+        assert resume is not None
+        click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
+        if as_json:
+            click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
+        return EXIT_DONE
+    interrupts = Interrupts()
+    with handling((signal.SIGINT, signal.SIGTERM), interrupts):
+        view = _view(as_json=as_json, quiet=quiet)
+        result = local_job.execute(prepared, interrupts=interrupts, view=view)
     if as_json:
         print_json(result.summary)
     if result.code == EXIT_DONE:

@@ -17,7 +17,6 @@ from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
     dicts,
-    exit_with_problems,
     handling,
     json_option,
     print_json,
@@ -119,44 +118,41 @@ def submit(  # noqa: PLR0917  click passes options by name
     # A closed terminal leaves no more behind than Ctrl-C; what nohup ignores stays ignored.
     ends = (signal.SIGHUP, signal.SIGTERM)
     default = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        with handling(default, signal.default_int_handler):
-            if resume is not None:
-                given = {
-                    "JOB": job,
-                    "--run-dir": run_dir,
-                    "--sweep": sweep,
-                    "--to": target,
-                    "--site": site,
-                }
-                _refuse_with("--resume", given | {"--dry-run": dry_run})
-                return _resume(
-                    resume,
-                    upgrade=upgrade,
-                    all_nodes=all_nodes,
-                    force=force,
-                    sets=sets,
-                    watch=watch,
-                    as_json=as_json,
-                )
-            _refuse_with("a new run", {"--upgrade": upgrade})
-            _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
-            return _submit(
-                _needed(job),
-                target=target or (None if site is None else site.target) or "slurm",
-                sets=sets,
-                site=site,
-                sweep=sweep,
-                run_dir=run_dir,
-                look=not unseen,
-                dry_run=dry_run,
+    with handling(default, signal.default_int_handler):
+        if resume is not None:
+            given = {
+                "JOB": job,
+                "--run-dir": run_dir,
+                "--sweep": sweep,
+                "--to": target,
+                "--site": site,
+            }
+            _refuse_with("--resume", given | {"--dry-run": dry_run})
+            return _resume(
+                resume,
+                upgrade=upgrade,
                 all_nodes=all_nodes,
                 force=force,
+                sets=sets,
                 watch=watch,
                 as_json=as_json,
             )
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+        _refuse_with("a new run", {"--upgrade": upgrade})
+        _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
+        return _submit(
+            _needed(job),
+            target=target or (None if site is None else site.target) or "slurm",
+            sets=sets,
+            site=site,
+            sweep=sweep,
+            run_dir=run_dir,
+            look=not unseen,
+            dry_run=dry_run,
+            all_nodes=all_nodes,
+            force=force,
+            watch=watch,
+            as_json=as_json,
+        )
 
 
 def _submit(
@@ -340,7 +336,7 @@ def _watch(run: Run) -> int:
     from rich.console import Console
 
     from launcher.platforms.base import JobState
-    from launcher.runs.views import LiveView, PlainView
+    from launcher.runs.watching.screen import LiveView, PlainView
     from launcher.runs.watching.watch import Watch
 
     console = Console(file=direct(sys.stderr))

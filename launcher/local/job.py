@@ -39,12 +39,12 @@ from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import refuse_foreign
 from launcher.runs.checkpoints.start_from import corpus_pin, start_from
-from launcher.runs.live import live_problems
-from launcher.runs.permissions import check_run_dir
+from launcher.runs.reports.data import audit_ledger, write_summary
+from launcher.runs.run_dir import check_run_dir
 from launcher.runs.runs import StoredRun
-from launcher.runs.summary_file import audit_ledger, write_summary
-from launcher.runs.views import View
+from launcher.runs.submitting.asking import live_problems
 from launcher.runs.watching.run_status import RunStatus
+from launcher.runs.watching.screen import View
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 

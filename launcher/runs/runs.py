@@ -1,16 +1,20 @@
-"""Finds runs and says what was submitted of them: RUN/submitted.json."""
+"""Finds runs, and says what was submitted of them and by whom: RUN/submitted.json, events."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.storage.files import read_json, read_regular, write_json
 from elastic_trainer.storage.typed import parse_json
+from launcher.fleet.ledger import writer
 from launcher.platforms.base import JobId, JobRef
+from launcher.record.files import LauncherLog
 from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON
 from launcher.spec.errors import UserError
 
@@ -297,3 +301,19 @@ def _run(path: Path, shown: str) -> StoredRun:
         return StoredRun(path=where, submission=submission, shown=shown)
     except UserError as error:
         return StoredRun(path=where, submission=None, shown=shown, problem=error.message)
+
+
+ACTED: Final = "operator.acted"
+
+
+def note_act(
+    run_dir: Path, action: str, *, wall: Callable[[], float] = time.time, **fields: Any
+) -> None:
+    """Put on record that whoever runs this process does `action`.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    # A file each: several people's clients must not append to one on NFS.
+    log = LauncherLog(run_dir, f"operator-{int(wall())}-{os.getpid()}", wall=wall)
+    log.emit(ACTED, action=action, by=writer(), **fields)

@@ -14,9 +14,8 @@ from launcher.record import stop_request
 from launcher.record.status import TrainingStatus
 from launcher.render.local import MANIFESTS
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import StoredRun, current_job, jobs_of
+from launcher.runs.runs import StoredRun, current_job, jobs_of, note_act
 from launcher.spec.errors import writing
 
 _POLL_S = 2.0
@@ -25,10 +24,7 @@ _ENDING_S = 120.0
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
 _RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
-_SAVE_TIMES = (
-    ("job.sbatch", "HOLDFAST_LEAD_S="),
-    (MANIFESTS, "terminationGracePeriodSeconds:"),
-)
+_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), (MANIFESTS, "terminationGracePeriodSeconds:"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

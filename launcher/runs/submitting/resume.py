@@ -23,11 +23,9 @@ from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machi
 from launcher.record.files import events_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD, JOB_FILE, Bundle
-from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import StoredRun, Submission, current_job, jobs_of
+from launcher.runs.runs import StoredRun, Submission, current_job, jobs_of, note_act
 from launcher.runs.submitting.asking import Admission, ask_with_ledger
 from launcher.runs.submitting.cancelling import Canceller, puts_itself_back, save_time_s
 from launcher.runs.submitting.environment import (
@@ -135,7 +133,7 @@ def resume(
     asked = _asked_anew(run, sets, python) if sets else None
     files = _bundle(run.path.parent if index else run.path) | (asked.files if asked else {})
     answer = _answer([run], backend, files, all_nodes=all_nodes, force=force, wall=wall)
-    with permissions.umask(permissions.umask_of(run.path)):
+    with run_dirs.umask(run_dirs.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
         with _written(run.path, asked) as changed:
             job = _submit_again([run], backend, tasks=tasks, without=answer.hosts, wall=wall)
@@ -143,11 +141,7 @@ def resume(
         ref = backend.task_of(job, int(index), run.path) if index else job
         noted = note_submitted(run.path, submission.target, ref, without=answer.hosts)
         return Resumed(
-            run=noted,
-            job=ref,
-            upgraded=upgraded,
-            without=answer.without,
-            warnings=answer.warnings,
+            run=noted, job=ref, upgraded=upgraded, without=answer.without, warnings=answer.warnings
         )
 
 
@@ -187,7 +181,7 @@ def resume_sweep(
     again = list(tasks.values())
     answer = _answer(again, backend, files, all_nodes=all_nodes, force=force, wall=wall)
     hosts = answer.hosts
-    with permissions.umask(permissions.umask_of(runs[0].path)):
+    with run_dirs.umask(run_dirs.umask_of(runs[0].path)):
         upgraded = {
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
             for run in tasks.values()
@@ -283,12 +277,7 @@ def _asked_anew(run: StoredRun, sets: Sequence[str], python: str) -> _Resubmissi
     path, base_dir = _job_file(run.path)
     spec, config = load_spec(path, sets, folder=base_dir), run_dirs.load(run.path)
     files = target.load_renderer()(
-        spec,
-        plan(spec),
-        run_id=config.run_id,
-        run_dir=run.path,
-        base_dir=base_dir,
-        python=python,
+        spec, plan(spec), run_id=config.run_id, run_dir=run.path, base_dir=base_dir, python=python
     )
     frozen, _ = load_frozen(run.path)
     now = TrainConfig.from_json(files.pop(run_dirs.JOB_JSON))
@@ -355,7 +344,7 @@ def _prepare(
     run: StoredRun, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
 ) -> list[str] | None:
     """See that a run can resume; with `upgrade_code` return what has changed."""
-    permissions.check_run_dir(run.path)
+    run_dirs.check_run_dir(run.path)
     folder = run.path.parent if _submission(run).job.id.partition("_")[2] else run.path
     bundle = _bundle(folder)
     if backend.nodes_run_dir(folder, bundle) == str(folder):
@@ -479,12 +468,7 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     with writing(str(run.path)):
         note_act(run.path, "restart", job=job.id)
     began = status.started
-    canceller = Canceller(
-        run=run,
-        backend=backend,
-        say=say,
-        wait_s=save_time_s(run.path),
-    )
+    canceller = Canceller(run=run, backend=backend, say=say, wait_s=save_time_s(run.path))
     if puts_itself_back(run.path):
         status = canceller.saved(job, began=began)
         saved_step = run_dirs.read_training(run.path).saved_step

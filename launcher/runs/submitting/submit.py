@@ -23,12 +23,9 @@ from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
-from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
 from launcher.runs.checkpoints.commits import refuse_foreign
 from launcher.runs.fetching import fetch_running
-from launcher.runs.live import live_problems
 from launcher.runs.runs import (
     SWEEP,
     StoredRun,
@@ -36,9 +33,10 @@ from launcher.runs.runs import (
     current_job,
     find_runs,
     is_run,
+    note_act,
     write_submitted,
 )
-from launcher.runs.submitting.asking import ask_with_ledger, prepare_ledger
+from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, record_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
@@ -154,7 +152,7 @@ def prepare(
     if tasks is not None:
         _refuse_shared_checkpoints(specs)
     if specs[0].slurm.group is not None:
-        permissions.check_group(specs[0].slurm.group)
+        run_dirs.check_group(specs[0].slurm.group)
     code = survey(specs[0], base_dir=base_dir, run_dir=directory)
     return PreparedSubmission(
         target=target,
@@ -211,9 +209,9 @@ def submit(
     )
     warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
     # For sbatch too, which hands it on to the job.
-    with permissions.umask(slurm.umask):
+    with run_dirs.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
-            permissions.make_run_dir(prepared.run_dir, group=slurm.group)
+            run_dirs.make_run_dir(prepared.run_dir, group=slurm.group)
             there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
             shared = there == str(prepared.run_dir)
             is_data = backend.only_data_is_shared(prepared.files)
@@ -480,8 +478,7 @@ def sweep_tasks(texts: Sequence[str]) -> list[Values]:
         values = [value.strip() for value in _parts(rest)]
         if not equals or not key or not all(values):
             raise UserError(
-                "HF654",
-                f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4",
+                "HF654", f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4"
             )
         if key in choices:
             raise UserError("HF654", f"--sweep {key} is given twice; put all its values into one")

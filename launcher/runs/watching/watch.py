@@ -1,13 +1,14 @@
-"""Watches a submitted run until it has ended: `submit --watch` and `logs -f`."""
+"""Follows a run while it is written: until it has ended, or for `holdfast watch`'s screen."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
@@ -22,14 +23,21 @@ from launcher.platforms.base import (
     state_of,
 )
 from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import StoredRun, current_job
-from launcher.runs.views import View
 from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.follow_logs import Line, LogReader
-from launcher.runs.watching.run_status import NOTHING_SAVED, run_status, target_of
+from launcher.runs.watching.run_status import (
+    NOTHING_SAVED,
+    RunStatus,
+    run_status,
+    run_statuses,
+    target_of,
+)
+from launcher.runs.watching.screen import Known, View
 from launcher.spec.errors import PlatformError
 
 _MISSING = 3
@@ -213,3 +221,114 @@ class Watch:
         if status.state is JobState.RUNNING and status.nodes:
             text += f" on {counted(len(status.nodes), 'node')}"
         return text
+
+
+_KEPT_LINES: Final = 500
+_LOOK_S: Final = 0.5
+_LOOK_SHARE: Final = 0.1
+"""Looks take no more than this part of the time."""
+_PICTURE_S: Final = 2.0
+_PICTURE_SHARE: Final = 0.2
+"""A picture takes no more than this part of the time: of a large record it is drawn less often."""
+
+
+class Following:
+    """What is known of a run, brought up to date by `look`.
+
+    Args:
+        run: which.
+        wall: the time of day.
+        mono: seconds that only grow.
+
+    Raises:
+        UserError: HF613 it cannot be read.
+    """
+
+    def __init__(
+        self,
+        run: StoredRun,
+        *,
+        wall: Callable[[], float] = time.time,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run = run
+        self.status = TrainingStatus(run_dirs.load(run.path))
+        self.answer: RunStatus | None = None
+        """The platform's newest answer; None: it has not answered yet."""
+        self._record = RunRecord(run.path, newest=True)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._wall, self._mono = wall, mono
+        self._picture, self._picture_due = Picture(), float("-inf")
+        self._stale = True
+        self.rest_s = _LOOK_S
+        """How long to wait before the next look."""
+
+    def look(self) -> list[str]:
+        """Read what is new; return the lines about it.
+
+        Raises:
+            UserError: HF613 the record cannot be read.
+        """
+        begun = self._mono()
+        fresh = self._record.poll()
+        # Thousands of files on a file server that others use are not looked at all the time.
+        self.rest_s = max(_LOOK_S, (self._mono() - begun) / _LOOK_SHARE)
+        lines = self.status.apply(fresh)
+        self._lines.extend(lines)
+        self._stale = self._stale or bool(fresh)
+        now = self._mono()
+        if self._stale and now >= self._picture_due:
+            gpus = self.status.config.gpus_per_node
+            self._picture = picture(self._record.events, self.status, gpus_per_node=gpus)
+            took = self._mono() - now
+            self._picture_due = now + max(_PICTURE_S, took / _PICTURE_SHARE)
+            self._stale = False
+        return lines
+
+    @property
+    def known(self) -> Known:
+        """What a screen is drawn from."""
+        answer, now = self.answer, self._wall()
+        warnings = [] if answer is None else [str(each) for each in answer.findings(now)]
+        platform = ""
+        if answer is not None and answer.job.id:
+            platform = f"{answer.target} job {answer.job.id}: {answer.state}"
+        return Known(
+            status=self.status,
+            picture=self._picture,
+            events=tuple(self._lines),
+            platform=platform,
+            warnings=warnings,
+            now_unix=now,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended, by its platform's word."""
+        return self.answer is not None and self.answer.state.is_final
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "run": str(self.run.path),
+            "state": None if self.answer is None else str(self.answer.state),
+            "training": self.status.to_json(),
+            **self._picture.to_json(),
+        }
+
+    @contextmanager
+    def asking(self, every_s: float) -> Iterator[None]:
+        """Ask the platform meanwhile, in a thread: an answer may take long."""
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                [self.answer] = run_statuses([self.run])
+                stop.wait(every_s)
+
+        thread = threading.Thread(target=ask, name="platform", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()

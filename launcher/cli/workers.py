@@ -1,4 +1,4 @@
-"""`holdfast shell`: a terminal on the node of a running worker."""
+"""`holdfast stacks` and `shell`: what the workers of a running job do, on their nodes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,70 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.common import exit_with_problems, run_argument
+from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, run_argument
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.platforms.base import RemoteExec
     from launcher.runs.watching.remote_exec import RunningJob
 
-EPILOG = """\b
+
+STACKS_EPILOG = """\b
+Examples:
+  holdfast stacks llama3-405b-20260101-120000
+  holdfast stacks runs/tiny-20260101-120000 --rank 3
+"""
+
+
+@click.command("stacks", epilog=STACKS_EPILOG)
+@run_argument
+@click.option(
+    "--rank",
+    "ranks",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="R",
+    help="Only this rank; repeatable.",
+)
+@json_option
+def stacks(*, run: str, runs: Path, ranks: Sequence[int], as_json: bool) -> int:
+    """Show the Python stacks of RUN's workers, and where the kernel has their threads.
+
+    Nothing is stopped. Uses py-spy where the nodes have it, and the workers' faulthandler.
+    Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
+    """
+    from launcher.runs.runs import find_run
+    from launcher.runs.watching.remote_exec import running_job, take_stacks
+
+    taken = take_stacks(running_job(find_run(run, runs)), ranks=ranks)
+    if as_json:
+        silent = {str(rank): node for rank, node in taken.silent.items()}
+        workers = [asdict(one) for one in taken.found]
+        print_json({"ok": not silent, "workers": workers, "silent": silent})
+    else:
+        for one in taken.found:
+            click.echo(f"=== rank {one.rank}, {one.node}, epoch {one.epoch}\n{one.text.rstrip()}")
+        for rank, node in taken.silent.items():
+            click.echo(f"rank {rank} on {node} was not found", err=True)
+        if taken.complaint:
+            click.echo(taken.complaint, err=True)
+    return EXIT_FAILED if taken.silent else EXIT_DONE
+
+
+SHELL_EPILOG = """\b
 Examples:
   holdfast shell llama3-405b-20260101-120000 --rank 37
   holdfast shell runs/tiny-20260101-120000 --node n7 -- nvidia-smi
 """
 
 
-@click.command("shell", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
+@click.command("shell", epilog=SHELL_EPILOG, context_settings={"ignore_unknown_options": True})
 @run_argument
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="The node of this rank.")
 @click.option("--node", metavar="N", help="This node.")
@@ -39,13 +82,10 @@ def shell(
     In the job's container where it has one. HOLDFAST_RUN_DIR is set, and with --rank the
     worker's process id is HOLDFAST_WORKER_PID. The exit code is the shell's.
     """
-    try:
-        found = _wanted(run, runs, rank, node)
-        if found.running.remote is not None:
-            return _through(found, found.running.remote, command)
-        argv, env = _terminal(found, command)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
+    found = _wanted(run, runs, rank, node)
+    if found.running.remote is not None:
+        return _through(found, found.running.remote, command)
+    argv, env = _terminal(found, command)
     sys.stdout.flush()
     os.execve(argv[0], argv, env)  # noqa: S606  its terminal is ours from here on
     return None
