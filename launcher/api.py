@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -334,9 +333,9 @@ class Run:
         from launcher.runs.submitting.resume import resume
 
         done = resume(
-            self.submitted,
+            [self.submitted],
             self.backend,
-            upgrade_code=upgrade,
+            upgrade=upgrade,
             all_nodes=all_nodes,
             force=force,
             sets=sets,
@@ -373,8 +372,6 @@ def _submit(
     prepared = prepare(
         job,
         target=target,
-        stamp=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
-        python=sys.executable,
         sets=sets,
         site=site,
         sweep=sweep,

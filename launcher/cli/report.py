@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from launcher.cli.common import json_option, path_option, print_json, run_argument
+from launcher.cli.common import json_option, path_option, print_json, run_argument, say
 from launcher.platforms.targets import target_named
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.fetching import fetched
+from launcher.runs.fetching import Fetcher
 from launcher.runs.reports.data import current_summary, loss_curve, report_data
 from launcher.runs.reports.report import write_csv, write_report
 from launcher.runs.runs import StoredRun, current_job, find_run
@@ -74,8 +74,7 @@ def _write(
     """Write the report to `path`, if any; return the summary."""
     if found.submission is not None:
         backend = target_named(found.submission.target).load_backend()
-        if trouble := fetched(backend, current_job(found)):
-            click.echo(trouble, err=True)
+        Fetcher(backend, say).fetch(current_job(found))
     summary, events = current_summary(found.path)
     if path is None:
         return summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +14,10 @@ from elastic_trainer.storage.files import read_json, read_regular, write_json
 from elastic_trainer.storage.typed import parse_json
 from launcher.fleet.ledger import writer
 from launcher.platforms.base import JobId, JobRef
+from launcher.platforms.installed import installed_version
 from launcher.record.files import LauncherLog
-from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON
-from launcher.spec.errors import UserError
+from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
+from launcher.spec.errors import UserError, writing
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -90,14 +91,30 @@ class StoredRun:
     """Why its submission cannot be read; empty: it can."""
 
 
-def write_submitted(run_dir: Path, submission: Submission) -> None:
-    """Write submitted.json, complete or not at all; former submissions are kept in it.
+def note_submitted(
+    run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()
+) -> StoredRun:
+    """Write submitted.json, whole or not at all; former submissions are kept in it.
+
+    The job is in the queue now: that this cannot be written must not look like a failure to
+    submit, so the error names the job.
 
     Raises:
-        OSError: the run directory cannot be written.
+        UserError: HF612, that error.
     """
-    former = _former(run_dir / SUBMITTED)
-    write_json(run_dir / SUBMITTED, {**submission.to_json(), "former": former}, indent=1)
+    assert is_run(run_dir), run_dir
+    submission = Submission(
+        target=target,
+        job=job,
+        run_id=load(run_dir).run_id,
+        launcher_version=installed_version(),
+        without=tuple(without),
+    )
+    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
+        path = run_dir / SUBMITTED
+        write_json(path, {**submission.to_json(), "former": _former(path)}, indent=1)
+        note_act(run_dir, "submit", job=job.id)
+    return StoredRun(path=run_dir, submission=submission, shown=str(run_dir))
 
 
 def read_submitted(run_dir: Path) -> Submission | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
@@ -14,7 +14,7 @@ from launcher.record import stop_request
 from launcher.record.status import TrainingStatus
 from launcher.render.local import MANIFESTS
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.fetching import fetched
+from launcher.runs.fetching import Fetcher
 from launcher.runs.runs import StoredRun, current_job, jobs_of, note_act
 from launcher.spec.errors import writing
 
@@ -65,7 +65,11 @@ class Canceller:
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
-    _trouble: str = ""
+    _fetcher: Fetcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin without trouble."""
+        self._fetcher = Fetcher(self.backend, self.say)
 
     def cancel(self, *, save: bool) -> Cancelled:
         """End the run; with `save` its state is saved first.
@@ -156,10 +160,7 @@ class Canceller:
 
     def _training(self, job: JobRef) -> TrainingStatus:
         """Return the run's own record, brought here where it is elsewhere."""
-        trouble = fetched(self.backend, job)
-        if trouble and trouble != self._trouble:
-            self.say(trouble)
-        self._trouble = trouble
+        self._fetcher.fetch(job)
         return run_dirs.read_training(self.run.path)
 
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import KUBERNETES
 from elastic_trainer.plan.config import TrainConfig
-from launcher.fleet.ledger import FOLDER, fleet_at
+from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
 from launcher.platforms.base import Backend, JobRef, Machines
-from launcher.platforms.installed import installed_version
 from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
 from launcher.render.kubernetes_facts import pod_image
@@ -29,18 +30,14 @@ from launcher.runs.fetching import fetch_running
 from launcher.runs.runs import (
     SWEEP,
     StoredRun,
-    Submission,
     current_job,
     find_runs,
-    is_run,
-    note_act,
-    write_submitted,
+    note_submitted,
 )
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, record_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
-    Frozen,
     freeze_code,
     left_out,
     remove_frozen,
@@ -63,49 +60,48 @@ class PreparedSubmission:
     """What is to be submitted; nothing has been written or contacted."""
 
     target: str
-    run_id: str
     run_dir: Path
     files: Bundle
-    specs: tuple[JobSpec, ...]
-    """One, or one for each task."""
-    values: tuple[Values, ...]
-    """Of each task of a sweep; of a plain job one empty mapping."""
-    tasks: tuple[int, ...] | None
-    """Indices of an array's tasks; None: it is none."""
-    base_dir: Path
+    spec: JobSpec
+    """The job; of a sweep that of its first task."""
+    tasks: Mapping[int, Values] | None
+    """Index of an array's task -> what a sweep sets for it; None: it is not an array."""
     warnings: tuple[Problem, ...]
     code: CodeFiles | None
-    """To be kept with the run; None: it runs no code of the user's."""
+    """To be kept with the run; None: the job runs no code of the user's."""
     environment: Environment | None
     """To be recorded; None: it is not on this machine."""
 
     @property
-    def runs(self) -> list[Path]:
-        """The run directories: one, or one for each task."""
+    def runs(self) -> dict[Path, int | None]:
+        """Run directory -> its task's index, or None where the job is not an array."""
         if self.tasks is None:
-            return [self.run_dir]
-        return [self.run_dir / str(index) for index in self.tasks]
+            return {self.run_dir: None}
+        return {self.run_dir / str(index): index for index in self.tasks}
+
+    def files_of(self, index: int | None) -> Bundle:
+        """Return the files of a task, or of the job itself, which have no folder."""
+        start = "" if index is None else f"{index}/"
+        names = {name.removeprefix(start): name for name in self.files if name.startswith(start)}
+        return {name: self.files[whole] for name, whole in names.items() if "/" not in name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     """What was submitted."""
 
-    target: str
     job: JobRef
-    run_dir: Path
     runs: list[StoredRun]
-    frozen: Frozen | None = None
     warnings: tuple[Problem, ...] = ()
-    """What the platform has said that it waits for."""
+    """What the platform has said that the job waits for."""
 
 
 def prepare(
     job: str | Path | Mapping[str, Any] | JobSpec,
     *,
     target: str,
-    stamp: str,
-    python: str,
+    stamp: str = "",
+    python: str = sys.executable,
     sets: Sequence[str] = (),
     site: Site | None = None,
     sweep: Sequence[str] = (),
@@ -117,7 +113,7 @@ def prepare(
     Args:
         job: as `load_spec` takes it.
         target: name of the platform.
-        stamp: local time as text, to name the run.
+        stamp: names the run; empty: the local time.
         python: interpreter with holdfast, for nodes where the job names none.
         sets: arguments of `--set`.
         site: the cluster, whose defaults count.
@@ -129,43 +125,41 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
+    look = look and not platform.sees_other_paths
     values = sweep_tasks(sweep)
     specs = [
         load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
         for each in values
     ]
-    base_dir = specs[0].folder
-    look = look and not platform.sees_other_paths
-    image = pod_image(specs[0]) if platform.sees_other_paths else None
-    for spec in specs if look else []:
-        if problems := live_problems(spec, base_dir):
+    spec = specs[0]
+    for each in specs if look else ():
+        if problems := live_problems(each, each.folder):
             raise UserError.many(problems)
-    plans = [plan(spec) for spec in specs]
-    run_id = f"{specs[0].name}-{stamp}"
+    plans = [plan(each) for each in specs]
+    run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()
-    places = {"run_id": run_id, "run_dir": directory, "base_dir": base_dir, "python": python}
+    places = {"run_id": run_id, "run_dir": directory, "base_dir": spec.folder, "python": python}
     if sweep:
         files = _render_sweep(platform, target, list(zip(specs, plans, strict=True)), places)
     else:
-        files = platform.load_renderer()(specs[0], plans[0], **places)
-    tasks = _tasks(files)
-    if tasks is not None:
+        files = platform.load_renderer()(spec, plans[0], **places)
+    indices = _tasks(files)
+    if indices is not None:
         _refuse_shared_checkpoints(specs)
-    if specs[0].slurm.group is not None:
-        run_dirs.check_group(specs[0].slurm.group)
-    code = survey(specs[0], base_dir=base_dir, run_dir=directory)
+    if spec.slurm.group is not None:
+        run_dirs.check_group(spec.slurm.group)
+    code = survey(spec, base_dir=spec.folder, run_dir=directory)
     return PreparedSubmission(
         target=target,
-        run_id=run_id,
         run_dir=directory,
         files=files,
-        specs=tuple(specs),
-        values=tuple(values),
-        tasks=tasks,
-        base_dir=base_dir,
+        spec=spec,
+        tasks=None
+        if indices is None
+        else dict(zip(indices, values if sweep else repeat({}), strict=False)),
         warnings=(*plans[0].warnings, *(left_out(code.about) if code else ())),
         code=code,
-        environment=_environment(specs[0], base_dir=base_dir, look=look, image=image),
+        environment=_environment(spec, platform, look=look),
     )
 
 
@@ -191,16 +185,11 @@ def submit(
             HF652 the platform refuses; others.
         PlatformError: the platform is away, or answers garbage.
     """
-    slurm = prepared.specs[0].slurm
-    spec = prepared.specs[0]
-    ledger = None
-    if isinstance(backend, Machines) and not all_nodes:
-        place = _place(prepared)
-        ledger = fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
-        _take_over(prepared, backend, place)
+    spec, files, target = prepared.spec, prepared.files, prepared.target
+    ledger = None if all_nodes else _ledger(prepared, backend, wall)
     asked = ask_with_ledger(
         backend,
-        prepared.files,
+        files,
         spec=spec,
         ledger=ledger,
         needed=spec.cluster.nodes + spec.cluster.spares,
@@ -209,34 +198,29 @@ def submit(
     )
     warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
     # For sbatch too, which hands it on to the job.
-    with run_dirs.umask(slurm.umask):
+    with run_dirs.umask(spec.slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
-            run_dirs.make_run_dir(prepared.run_dir, group=slurm.group)
-            there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
-            shared = there == str(prepared.run_dir)
-            is_data = backend.only_data_is_shared(prepared.files)
-            frozen = _make(prepared, made, wall, shared=shared, is_data=is_data)
-            job = backend.submit(prepared.run_dir, prepared.files, without=asked.hosts)
+            run_dirs.make_run_dir(prepared.run_dir, group=spec.slurm.group)
+            _write_runs(prepared, backend, made, wall)
+            job = backend.submit(prepared.run_dir, files, without=asked.hosts)
         runs = []
-        indices = prepared.tasks or (None,)
-        for index, run_dir in zip(indices, prepared.runs, strict=True):
+        for run_dir, index in prepared.runs.items():
             ref = job if index is None else backend.task_of(job, index, run_dir)
-            runs.append(note_submitted(run_dir, prepared.target, ref, without=asked.hosts))
-    return Submitted(
-        target=prepared.target,
-        job=job,
-        run_dir=prepared.run_dir,
-        runs=runs,
-        frozen=frozen,
-        warnings=tuple(warnings),
-    )
+            runs.append(note_submitted(run_dir, target, ref, without=asked.hosts))
+    return Submitted(job=job, runs=runs, warnings=tuple(warnings))
 
 
-def _place(prepared: PreparedSubmission) -> str:
-    """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
-    task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
-    named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
-    return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+def _ledger(
+    prepared: PreparedSubmission, backend: Backend, wall: Callable[[], float]
+) -> Fleet | None:
+    """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
+    if not isinstance(backend, Machines):
+        return None
+    first = next(iter(prepared.runs.values()))
+    named = json.loads(prepared.files_of(first)[run_dirs.JOB_JSON]).get("fleet")
+    place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+    _take_over(prepared, backend, place)
+    return fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
 
 
 def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
@@ -299,76 +283,48 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
         )
 
 
-def _make(
-    prepared: PreparedSubmission,
-    made: list[Path],
-    wall: Callable[[], float],
-    *,
-    shared: bool,
-    is_data: bool,
-) -> Frozen | None:
-    """Write the run directory, and one for each task; return the frozen code of the first.
-
-    Where storage is not `shared` the checkpoint directory is nothing of this machine's; for
-    `is_data` see `probe_storage`.
-    """
-    run_dirs.create(prepared.run_dir, {})
+def _write_runs(
+    prepared: PreparedSubmission, backend: Backend, made: list[Path], wall: Callable[[], float]
+) -> None:
+    """Write the run directory, and one for each task; `made` gets the checkpoint directories."""
+    top = prepared.run_dir
+    there = backend.nodes_run_dir(top, prepared.files)
+    shared = there == str(top)  # else the checkpoint directory is not on this machine
+    run_dirs.create(top, {})
     if shared:
-        run_dirs.check_storage(prepared.run_dir, is_data=is_data)
-    frozen = None
-    top = {name: text for name, text in prepared.files.items() if "/" not in name}
-    _write(prepared.run_dir, top)
+        run_dirs.check_storage(top, is_data=backend.only_data_is_shared(prepared.files))
+    _write(top, prepared.files_of(None))
     if prepared.tasks is not None:
-        listed = zip(prepared.tasks, _padded(prepared), strict=True)
-        rows = [{"index": index, "values": values} for index, values in listed]
-        _write(prepared.run_dir, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
-    for run_dir in prepared.runs:
-        if prepared.tasks is not None:
-            start = f"{run_dir.name}/"
-            inner = {
-                name.removeprefix(start): text
-                for name, text in prepared.files.items()
-                if name.startswith(start)
-            }
-            run_dirs.create(run_dir, inner)
+        rows = [{"index": index, "values": values} for index, values in prepared.tasks.items()]
+        _write(top, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
+    frozen = None
+    for run_dir, index in prepared.runs.items():
+        if index is not None:
+            run_dirs.create(run_dir, prepared.files_of(index))
         if shared:
             _check_checkpoints(run_dirs.load(run_dir), made)
         if prepared.code is not None:
             # The tasks of an array share one copy.
-            frozen = frozen or freeze_code(prepared.run_dir, prepared.code, wall=wall)
+            frozen = frozen or freeze_code(top, prepared.code, wall=wall)
             use_code(run_dir, frozen, wall=wall)
         if prepared.environment is not None:
             record_environment(run_dir, prepared.environment, wall=wall)
-    return frozen
 
 
-def _environment(
-    spec: JobSpec, *, base_dir: Path, look: bool, image: str | None
-) -> Environment | None:
+def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment | None:
     """Return what the job runs in; None: it is not on this machine.
 
-    Args:
-        spec: the job.
-        base_dir: folder that its relative paths are relative to.
-        look: the environment must be there.
-        image: of pods; the launcher's own environment says nothing then.
-
     Raises:
-        UserError: HF201 it is not there; HF202 it cannot be read.
+        UserError: HF201 it is not there, although we `look`; HF202 it cannot be read.
     """
-    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
-    if image is not None:
-        return describe(venv=venv if venv is not None and venv.is_dir() else None, image=image)
-    if look or venv is None or venv.is_dir():
+    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, spec.folder))
+    is_here = venv is not None and venv.is_dir()
+    if platform.sees_other_paths and (image := pod_image(spec)) is not None:
+        # The launcher's own environment says nothing of pods.
+        return describe(venv=venv if is_here else None, image=image)
+    if look or venv is None or is_here:
         return describe(venv=venv, image=spec.env.image)
     return None
-
-
-def _padded(prepared: PreparedSubmission) -> list[Values]:
-    """Return the values of each task; those of a plain array have none of their own."""
-    assert prepared.tasks is not None
-    same = len(prepared.values) == len(prepared.tasks)
-    return list(prepared.values) if same else [{} for _ in prepared.tasks]
 
 
 def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
@@ -429,32 +385,6 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
     except OSError:
         return  # not there, or it has something in it
-
-
-def note_submitted(
-    run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()
-) -> StoredRun:
-    """Write down what was submitted.
-
-    The job is in the queue now: that this cannot be written must not look like a failure to
-    submit, so the error names the job.
-
-    Raises:
-        UserError: HF612, that error.
-    """
-    assert is_run(run_dir), run_dir
-    config = run_dirs.load(run_dir)
-    submission = Submission(
-        target=target,
-        job=job,
-        run_id=config.run_id,
-        launcher_version=installed_version(),
-        without=tuple(without),
-    )
-    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
-        write_submitted(run_dir, submission)
-        note_act(run_dir, "submit", job=job.id)
-    return StoredRun(path=run_dir, submission=submission, shown=str(run_dir))
 
 
 # -- sweeps ---------------------------------------------------------------------------------

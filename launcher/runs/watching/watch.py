@@ -26,7 +26,7 @@ from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.fetching import fetched
+from launcher.runs.fetching import Fetcher
 from launcher.runs.runs import StoredRun, current_job
 from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.follow_logs import Line, LogReader
@@ -72,10 +72,14 @@ class Watch:
     mono: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     _shown: str = ""
-    _trouble: str = ""
+    _fetcher: Fetcher = field(init=False)
     _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
     _failed_starts: set[tuple[str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Begin without trouble."""
+        self._fetcher = Fetcher(self.backend, self.say)
 
     def logs(self, reader: LogReader) -> Iterator[list[Line]]:
         """Yield what is logged until the job has ended, over all its requeues."""
@@ -157,15 +161,11 @@ class Watch:
         return nullcontext(threading.Event())
 
     def _fetch(self, *, now: bool = False) -> None:
-        """Bring what is new, where it has to be brought; say what keeps it from coming, once."""
+        """Bring what is new, where it has to be brought."""
         if not now and self.mono() < self._fetch_due:
             return
-        trouble = fetched(self.backend, current_job(self.run))
+        self._fetcher.fetch(current_job(self.run))
         self._fetch_due = self.mono() + self.fetch_s
-        if trouble != self._trouble:
-            self._trouble = trouble
-            if trouble:
-                self.say(trouble)
 
     def _ask(self) -> JobStatus:
         """Ask the platform; say what is new. One that is away is no end."""
@@ -182,7 +182,7 @@ class Watch:
 
     def _warn(self, job: JobRef, status: JobStatus) -> None:
         """Say what is wrong with a job that runs, where that is new."""
-        run = run_status(self.run, target_of(self.run), job, status, self._trouble)
+        run = run_status(self.run, target_of(self.run), job, status, self._fetcher.trouble)
         found = run.findings(self.wall())
         for finding in found:
             # What keeps files from coming is said when they are fetched.
