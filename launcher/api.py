@@ -14,6 +14,7 @@ answers garbage, is a PlatformError: TemporaryError where the same call may succ
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -114,7 +115,7 @@ def submit(
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    [run] = _submit(job, to=to, sets=sets, sweep=(), site=site, run_dir=run_dir, force=force)
+    [run] = submit_sweep(job, {}, to=to, sets=sets, site=site, run_dir=run_dir, force=force)
     return run
 
 
@@ -146,8 +147,24 @@ def submit_sweep(
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    texts = [f"{key}={','.join(map(_value, values))}" for key, values in sweep.items()]
-    return _submit(job, to=to, sets=sets, sweep=texts, site=site, run_dir=run_dir, force=force)
+    from launcher.runs.submitting.submit import prepare
+    from launcher.runs.submitting.submit import submit as submit_prepared
+
+    if site is not None and site.ssh is not None:
+        raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")
+    target = to or (None if site is None else site.target) or "slurm"
+    prepared = prepare(
+        job,
+        target=target,
+        sets=sets,
+        site=site,
+        sweep=[f"{key}={','.join(map(json.dumps, values))}" for key, values in sweep.items()],
+        run_dir=None if run_dir is None else Path(run_dir),
+    )
+    backend = target_named(target).load_backend()
+    done = submit_prepared(prepared, backend, force=force)
+    warnings = (*prepared.warnings, *done.warnings)
+    return [Run(found, backend, warnings) for found in done.runs]
 
 
 def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
@@ -351,43 +368,6 @@ class Run:
         done = restart(self.submitted, self.backend, say=say or _nothing)
         self.submitted = replace(find_run(str(self.path), self.path.parent), shown=self.shown)
         return done
-
-
-def _submit(
-    job: str | Path | Mapping[str, Any] | JobSpec,
-    *,
-    to: str | None,
-    sets: Sequence[str],
-    sweep: Sequence[str],
-    site: Site | None,
-    run_dir: str | Path | None,
-    force: bool,
-) -> list[Run]:
-    from launcher.runs.submitting.submit import prepare
-    from launcher.runs.submitting.submit import submit as submit_prepared
-
-    if site is not None and site.ssh is not None:
-        raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")
-    target = to or (None if site is None else site.target) or "slurm"
-    prepared = prepare(
-        job,
-        target=target,
-        sets=sets,
-        site=site,
-        sweep=sweep,
-        run_dir=None if run_dir is None else Path(run_dir),
-    )
-    backend = target_named(target).load_backend()
-    done = submit_prepared(prepared, backend, force=force)
-    warnings = (*prepared.warnings, *done.warnings)
-    return [Run(found, backend, warnings) for found in done.runs]
-
-
-def _value(value: object) -> str:
-    """Return a value as --sweep takes it: JSON, so that its type is kept."""
-    import json
-
-    return json.dumps(value)
 
 
 def _nothing(_: str) -> None:

@@ -12,6 +12,7 @@ from elastic_trainer.plan.quantities import counted
 from elastic_trainer.storage.files import read_json
 from launcher.cli.common import json_option, print_json, run_argument
 from launcher.platforms.base import Backend
+from launcher.platforms.targets import target_named
 from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import ACTED, StoredRun
@@ -19,7 +20,6 @@ from launcher.runs.submitting.freeze import load_frozen
 from launcher.runs.watching.run_status import (
     RunStatus,
     detail_lines,
-    make_backends,
     run_statuses,
     target_of,
 )
@@ -53,8 +53,9 @@ def describe_run(run: StoredRun, *, now_unix: float) -> Sections:
     Raises:
         UserError: HF613 its job.json cannot be read.
     """
-    backend = make_backends([target_of(run)])[target_of(run)]
-    [status] = run_statuses([run], {target_of(run): backend})
+    target = target_of(run)
+    backend = target_named(target).load_backend()
+    [status] = run_statuses([run], {target: backend})
     sections: Sections = {
         "run": {"directory": str(run.path), **dict(detail_lines(status, now_unix))},
         "job": _job(run.path),

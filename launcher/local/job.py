@@ -213,7 +213,7 @@ def execute(prepared: PreparedRun, *, interrupts: Interrupts, view: View) -> Att
     directory, config = prepared.run_dir, prepared.narrowed
     job_id = JobId(f"local-{os.getpid()}-{os.urandom(3).hex()}")
     with ExitStack() as stack:
-        stack.enter_context(run_dirs.LiveMark(directory, job_id))
+        stack.enter_context(run_dirs.live_mark(directory, job_id))
         attempt = run_dirs.write_attempt(directory, prepared.rendered, config)
         cluster = stack.enter_context(
             LocalCluster(

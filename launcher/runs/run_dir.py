@@ -12,13 +12,11 @@ import dataclasses
 import grp
 import json
 import os
-import pwd
 import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder
@@ -37,6 +35,7 @@ from launcher.platforms.background import MARK as _LIVE
 from launcher.platforms.local import start_ticks
 from launcher.record.files import newest_events
 from launcher.record.status import TrainingStatus
+from launcher.render.local import HEAD, JOB_FILE
 from launcher.spec.errors import UserError, Where, writing
 
 JOB_JSON = "job.json"
@@ -68,13 +67,23 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
     with writing(f"run directory {run_dir}", "use another --run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
     check_run_dir(run_dir)  # again: the umask may let others in
+    write_files(run_dir, files)
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
+        for name in ("events", "logs", "ledger", "board", "cache"):
+            (run_dir / name).mkdir(exist_ok=True)
+
+
+def write_files(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Write files of a new run, each whole: others look at the run from now on.
+
+    Raises:
+        UserError: HF612 one cannot be written.
+    """
     with writing(f"run directory {run_dir}", "use another --run-dir"):
         for name, text in files.items():
             path = run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text)  # others look at the run from now on
-        for name in ("events", "logs", "ledger", "board", "cache"):
-            (run_dir / name).mkdir(exist_ok=True)
+            write_atomic(path, text)
 
 
 def check_storage(run_dir: Path, *, is_data: bool = False) -> None:
@@ -96,8 +105,6 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
             change it.
     """
-    from launcher.render.local import HEAD, JOB_FILE
-
     begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
     if begun:
         raise UserError(
@@ -213,41 +220,28 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
     return attempt
 
 
-class LiveMark:
-    """Says that a launcher on this machine runs `run_dir`: `launcher.json` with its pid.
+@contextmanager
+def live_mark(run_dir: Path, job_id: str) -> Iterator[None]:
+    """Say meanwhile that a launcher on this machine runs `run_dir`: `launcher.json` with its pid.
 
-    A quick check before anything starts; the board's lease is what really keeps
-    a second job out, also from other machines. The mark of a launcher that was
-    killed is taken over.
+    A quick check before anything starts; the board's lease is what really keeps a second job out,
+    also from other machines. The mark of a launcher that was killed is taken over.
+
+    Raises:
+        UserError: HF615 a live launcher has put its own.
     """
-
-    def __init__(self, run_dir: Path, job_id: str) -> None:
-        self._run_dir, self._path, self._job_id = run_dir, run_dir / _LIVE, job_id
-
-    def __enter__(self) -> Self:
-        """Put the mark.
-
-        Raises:
-            UserError: HF615 a live launcher has put its own.
-        """
-        mine = json.dumps(
-            {
-                "job": self._job_id,
-                "pid": os.getpid(),
-                "started": start_ticks(os.getpid()),
-                "host": socket.gethostname(),
-            }
-        )
-        for _ in range(2):
-            if publish(self._path, mine.encode()):
-                return self
-            refuse_if_live(self._run_dir)
-            self._path.unlink(missing_ok=True)
-        raise UserError("HF615", f"another launcher has just started on {self._run_dir}")
-
-    def __exit__(self, *_: object) -> None:
-        """Take the mark away."""
-        self._path.unlink(missing_ok=True)
+    pid, path = os.getpid(), run_dir / _LIVE
+    mine = {"job": job_id, "pid": pid, "started": start_ticks(pid), "host": socket.gethostname()}
+    if not publish(path, json.dumps(mine).encode()):
+        refuse_if_live(run_dir)
+        path.unlink(missing_ok=True)
+        if not publish(path, json.dumps(mine).encode()):
+            refuse_if_live(run_dir)
+            raise UserError("HF615", f"another launcher has just started on {run_dir}")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def refuse_if_live(run_dir: Path) -> None:
@@ -275,14 +269,17 @@ def check_group(name: str) -> int:
     Raises:
         UserError: HF643 there is none, or the user is not in it.
     """
+    where = Where(key="slurm.group")
     try:
         gid = grp.getgrnam(name).gr_gid
     except KeyError:
-        raise _wrong(f"group {name} does not exist on this machine; fix the name") from None
+        message = f"group {name} does not exist on this machine; fix the name"
+        raise UserError("HF643", message, where=where) from None
     mine = {os.getegid(), *os.getgroups()}
     if gid not in mine and os.geteuid() != 0:
-        names = ", ".join(sorted(_group_name(each) for each in mine))
-        raise _wrong(f"{_user_name()} is not in group {name}; use one of {names}")
+        names = ", ".join(sorted(map(_group_name, mine)))
+        message = f"user {os.geteuid()} is not in group {name}; use one of {names}"
+        raise UserError("HF643", message, where=where)
     return gid
 
 
@@ -349,23 +346,13 @@ def make_run_dir(run_dir: Path, *, group: str | None) -> None:
         UserError: HF643 the group cannot be used; HF612 the folder cannot be made.
     """
     gid = None if group is None else check_group(group)
-    try:
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             return  # somebody's already: whoever writes into it will refuse
         run_dir.mkdir(parents=True, exist_ok=True)
         if gid is not None:
             os.chown(run_dir, -1, gid)
             run_dir.chmod(stat.S_IMODE(run_dir.stat().st_mode) | stat.S_ISGID)
-    except OSError as error:
-        raise UserError(
-            "HF612",
-            f"run directory {run_dir} cannot be made: {error.strerror or error}; "
-            "use another --run-dir",
-        ) from error
-
-
-def _wrong(message: str) -> UserError:
-    return UserError("HF643", message, where=Where(key="slurm.group"))
 
 
 def _group_name(gid: int) -> str:
@@ -373,10 +360,3 @@ def _group_name(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
-
-
-def _user_name() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return f"user {os.geteuid()}"

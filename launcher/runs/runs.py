@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -323,14 +323,12 @@ def _run(path: Path, shown: str) -> StoredRun:
 ACTED: Final = "operator.acted"
 
 
-def note_act(
-    run_dir: Path, action: str, *, wall: Callable[[], float] = time.time, **fields: Any
-) -> None:
+def note_act(run_dir: Path, action: str, **fields: Any) -> None:
     """Put on record that whoever runs this process does `action`.
 
     Raises:
         OSError: the run directory cannot be written.
     """
     # A file each: several people's clients must not append to one on NFS.
-    log = LauncherLog(run_dir, f"operator-{int(wall())}-{os.getpid()}", wall=wall)
+    log = LauncherLog(run_dir, f"operator-{int(time.time())}-{os.getpid()}")
     log.emit(ACTED, action=action, by=writer(), **fields)

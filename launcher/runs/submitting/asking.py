@@ -21,7 +21,7 @@ from launcher.spec.spec import JobSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What a submission does without, and warnings."""
+    """Which machines a submission does without, and warnings."""
 
     without: tuple[ExcludedMachine, ...]
     warnings: tuple[Problem, ...]
@@ -40,17 +40,17 @@ def ask(
     without: Sequence[str] = (),
     force: bool = False,
 ) -> tuple[Problem, ...]:
-    """Ask the platform what can be known of a bundle before it is submitted; return warnings.
+    """Ask the platform about a bundle that is to be submitted; return warnings.
 
     Args:
         backend: the platform's.
         files: the bundle.
-        spec: whose lines are named; None: of a run that resumes.
-        without: nodes that are not to be used, besides those of the bundle.
-        force: what keeps it from ever running there is a warning too.
+        spec: whose lines are named; None: a run resumes.
+        without: more nodes that the job does not use.
+        force: return errors as warnings.
 
     Raises:
-        UserError: what keeps it from ever running there, all at once.
+        UserError: everything that keeps the bundle from ever running there.
     """
     found = backend.find_problems(files, without=without)
     if spec is not None:
@@ -78,10 +78,9 @@ def ask_with_ledger(
     force: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> Admission:
-    """Ask as `ask` does, for a job that is kept off what the ledger holds for bad.
+    """Ask as `ask` does, for a job that is kept off bad machines.
 
-    Where the job would then not find enough machines, only operators' exclusions count, and the
-    others are used, with a warning.
+    Where too few would be left, only operators' exclusions count, and there is a warning.
 
     Args:
         backend: the platform's.
@@ -89,7 +88,7 @@ def ask_with_ledger(
         spec: see `ask`.
         ledger: the fleet's; None: every machine may be used.
         needed: machines of the job.
-        excluded: what the run itself has excluded.
+        excluded: by the run itself.
         force: see `ask`.
         wall: the clock.
 
@@ -102,7 +101,10 @@ def ask_with_ledger(
     )
 
     def answer(standings: Sequence[Standing]) -> Admission:
-        more = [_excluded(each) for each in standings]
+        more = [
+            ExcludedMachine(host=each.machine, member=each.machine, reason=each.reason)
+            for each in standings
+        ]
         without = tuple(sorted([*excluded, *more], key=lambda each: each.host))
         hosts = [each.host for each in without]
         said = ask(backend, files, spec=spec, without=hosts, force=force)
@@ -122,7 +124,7 @@ def ask_with_ledger(
 
 
 def prepare_ledger(ledger: Fleet) -> list[Problem]:
-    """Make a ledger that is a ConfigMap, should there be none; return why it could not be made."""
+    """Make the ledger's ConfigMap, should it be missing; return why that failed."""
     try:
         ledger.prepare()
     except (UserError, PlatformError) as error:
@@ -152,11 +154,6 @@ def _of_ledger(
     return [each for each in kept_off(held, pool, needed) if each.machine not in known], []
 
 
-def _excluded(standing: Standing) -> ExcludedMachine:
-    machine = standing.machine
-    return ExcludedMachine(host=machine, member=machine, reason=standing.reason)
-
-
 def _warning(code: str, message: str) -> Problem:
     return Problem(code=code, message=message, where=NOWHERE)
 
@@ -165,12 +162,7 @@ _PAIR = (".bin", ".idx")
 
 
 def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
-    """Return what keeps `spec` from running on this machine; empty when nothing does.
-
-    Args:
-        spec: the checked job.
-        base_dir: folder that its relative paths are relative to.
-    """
+    """Return what keeps a job with relative paths in `base_dir` from running on this machine."""
     return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
 
 
@@ -184,7 +176,7 @@ def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:
-    """Return (code, message) when `path` is no file or folder with something in it."""
+    """Return (code, message) unless `path` is a file or folder with something in it."""
     problem = _unreadable(path)
     if problem:
         return problem
@@ -196,10 +188,10 @@ def _bad_corpus(path: Path) -> tuple[str, str] | None:
 
 
 def _bad_pair(path: Path) -> tuple[str, str] | None:
-    """Return (code, message) when `path` does not mean a .bin and its .idx.
+    """Return (code, message) unless `path` means a .bin and its .idx.
 
-    It may be their prefix, one of the two, or a folder with one pair, as the trainer's
-    data/megatron.py reads it; a test holds the two together.
+    It may be their prefix, one of them, or a folder with one pair, as in the trainer's
+    data/megatron.py; a test holds the two together.
     """
     prefix = path.with_suffix("") if path.suffix in _PAIR else path
     try:
@@ -209,7 +201,8 @@ def _bad_pair(path: Path) -> tuple[str, str] | None:
         return "HF202", f"{path} cannot be looked at: {error.strerror}"
     if is_folder:
         problem = _unreadable(path)
-        found = [] if problem else _prefixes(path)
+        files = [] if problem else [file for file in path.iterdir() if file.suffix in _PAIR]
+        found = sorted({file.with_suffix("") for file in files})
         if len(found) != 1:
             names = ", ".join(each.name for each in found[:4]) or "none"
             message = (
@@ -227,13 +220,8 @@ def _bad_pair(path: Path) -> tuple[str, str] | None:
     return _bad_corpus(files[0]) or _bad_corpus(files[1])
 
 
-def _prefixes(folder: Path) -> list[Path]:
-    """Return what the .bin and .idx files of `folder` are called without these."""
-    return sorted({file.with_suffix("") for file in folder.iterdir() if file.suffix in _PAIR})
-
-
 def _unreadable(path: Path) -> tuple[str, str] | None:
-    """Return (code, message) when `path` cannot be read."""
+    """Return (code, message) unless `path` can be read."""
     try:
         if not path.exists():
             return "HF201", f"{path} does not exist; create it, or fix the path"

@@ -52,8 +52,6 @@ class Canceller:
     """Cancels one run.
 
     Args:
-        run: which.
-        backend: its platform's.
         say: shows progress, a line each.
         wait_s: how long a save may take; after that the job is ended without one.
     """
@@ -63,8 +61,6 @@ class Canceller:
     say: Callable[[str], None]
     wait_s: float
     sleep: Callable[[float], None] = time.sleep
-    mono: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
     _fetcher: Fetcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,9 +68,7 @@ class Canceller:
         self._fetcher = Fetcher(self.backend, self.say)
 
     def cancel(self, *, save: bool) -> Cancelled:
-        """End the run; with `save` its state is saved first.
-
-        From here on none of its jobs goes back into the queue, whatever they end with.
+        """End the run, with `save` after a save; no job of it goes back into the queue.
 
         Raises:
             UserError: HF612 the run directory cannot be written.
@@ -85,8 +79,10 @@ class Canceller:
         if status.state.is_final:
             return self._outcome(job, status, was_over=True)
         with writing(str(self.run.path)):
-            note_act(self.run.path, "cancel", wall=self.wall, job=job.id, saves=save)
-        self._ask_to_stay_stopped()
+            note_act(self.run.path, "cancel", job=job.id, saves=save)
+        fix = "its job would be put back into the queue; make room, or grant the permission"
+        with writing(f"run directory {self.run.path}", f"{fix}, and cancel again"):
+            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=time.time())
         if save and status.state is not JobState.PENDING:
             status = self.saved(job, began=status.started)
             if status.state.is_final:
@@ -98,14 +94,21 @@ class Canceller:
         # Successors first, so that none starts meanwhile.
         for other in reversed(jobs_of(self.run)):
             self.backend.cancel(other)
-        return self._outcome(job, self._wait(job, _ENDING_S))
+        status = polled(
+            lambda: self.backend.status([job])[job],
+            lambda status: status.state.is_final,
+            for_s=_ENDING_S,
+            every_s=_POLL_S / 4,
+            sleep=self.sleep,
+        )
+        return self._outcome(job, status)
 
     def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
-        """Ask for a save and wait until the job has ended or was put back, or its time is over.
+        """Ask for a save; wait until the job has ended or was put back, or its time is over.
 
         Args:
             job: which.
-            began: when it was started, as far as the caller knows: a later start is another.
+            began: its start, as far as the caller knows; a later one is another start.
         """
         wait_s = self.wait_s + _ENDING_S
         self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
@@ -113,9 +116,9 @@ class Canceller:
 
         def look() -> JobStatus:
             nonlocal asked_at, shown
-            if self.mono() - asked_at >= _AGAIN_S:
+            if time.monotonic() - asked_at >= _AGAIN_S:
                 self.backend.ask_to_save(job)
-                asked_at = self.mono()
+                asked_at = time.monotonic()
             status = self.backend.status([job])[job]
             training = self._training(job)
             now = _progress(status, training)
@@ -130,36 +133,10 @@ class Canceller:
                 return True
             return began is not None and (status.started or 0.0) > began  # it runs again
 
-        return self._polled(look, is_over, for_s=wait_s, every_s=_POLL_S)
-
-    def _wait(self, job: JobRef, seconds: float) -> JobStatus:
-        return self._polled(
-            lambda: self.backend.status([job])[job],
-            lambda status: status.state.is_final,
-            for_s=seconds,
-            every_s=_POLL_S / 4,
-        )
-
-    def _polled(
-        self,
-        look: Callable[[], JobStatus],
-        until: Callable[[JobStatus], bool],
-        *,
-        for_s: float,
-        every_s: float,
-    ) -> JobStatus:
-        return polled(look, until, for_s=for_s, every_s=every_s, sleep=self.sleep, mono=self.mono)
-
-    def _ask_to_stay_stopped(self) -> None:
-        fix = (
-            "the job would be put back into the queue; make room, or grant the permission, and "
-            "cancel again"
-        )
-        with writing(f"run directory {self.run.path}", fix):
-            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=self.wall())
+        return polled(look, is_over, for_s=wait_s, every_s=_POLL_S, sleep=self.sleep)
 
     def _training(self, job: JobRef) -> TrainingStatus:
-        """Return the run's own record, brought here where it is elsewhere."""
+        """Return the run's own record, fetched where it is elsewhere."""
         self._fetcher.fetch(job)
         return run_dirs.read_training(self.run.path)
 
@@ -176,17 +153,13 @@ class Canceller:
         )
 
 
-def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
-    """Return how long a save may take, by what was submitted, which counts before the job file.
-
-    The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
-    grace period.
-    """
+def save_time_s(run_dir: Path) -> float:
+    """Return how long a save may take: the script's HOLDFAST_LEAD_S, or the pods' grace period."""
     for name, marker in _SAVE_TIMES:
         digits = _submitted_value(run_dir, name, marker)
         if digits.isascii() and digits.isdigit() and len(digits) < 7:
             return float(digits)
-    return fallback_s
+    return 600.0
 
 
 def puts_itself_back(run_dir: Path) -> bool:
@@ -195,10 +168,7 @@ def puts_itself_back(run_dir: Path) -> bool:
 
 
 def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
-    """Return the word after `marker` in a file that was submitted, or that a wrapped script reads.
-
-    Of a task it is its array's.
-    """
+    """Return the word after `marker` in a submitted file, an array's, or a wrapped script's."""
     for path in (run_dir / name, run_dir / run_dirs.AGENTS_SCRIPT, run_dir.parent / name):
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -209,7 +179,7 @@ def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
 
 
 def _known(status: JobStatus, training: TrainingStatus) -> JobStatus:
-    """Return where the job stands; of one that is gone its run knows more."""
+    """Return the job's status; when the platform has forgotten it, by the run's record."""
     if status.reason != NO_SUCH_JOB or training.code is None:
         return status
     return replace(status, state=state_of(training.code), code=training.code)

@@ -93,7 +93,6 @@ def resume(
     all_nodes: bool = False,
     force: bool = False,
     sets: Sequence[str] = (),
-    wall: Callable[[], float] = time.time,
 ) -> Resumed:
     """Submit runs again: they resume from their newest checkpoints.
 
@@ -105,7 +104,6 @@ def resume(
         all_nodes: use excluded nodes too.
         force: see `ask`.
         sets: what one run asks of its platform from now on, as `kubernetes.image=…`.
-        wall: the clock.
 
     Raises:
         UserError: HF615 a job is live; HF653 a run was never submitted; HF655 `sets` change more;
@@ -129,13 +127,13 @@ def resume(
     first = again[0]
     asked = _asked_again(first, sets) if sets else None
     files = _bundle(_home(first)) | (asked.files if asked else {})
-    answer = _answer(again, backend, files, all_nodes=all_nodes, force=force, wall=wall)
+    answer = _answer(again, backend, files, all_nodes=all_nodes, force=force)
     with run_dirs.umask(run_dirs.umask_of(first.path)):
         for run in again:
             _check(run, backend)
-        upgraded = {run.path.name: _upgrade(run.path, wall) for run in again if upgrade}
+        upgraded = {run.path.name: _upgrade(run.path) for run in again if upgrade}
         with _written(first.path, asked) as changed:
-            job = _submit_again(again, backend, without=answer.hosts, wall=wall)
+            job = _submit_again(again, backend, without=answer.hosts)
         if asked:
             upgraded.setdefault(first.path.name, []).extend(changed)
         submitted = []
@@ -180,14 +178,11 @@ def _answer(
     *,
     all_nodes: bool,
     force: bool,
-    wall: Callable[[], float],
 ) -> Admission:
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
     ledger = None
     if isinstance(backend, Machines):
-        ledger = fleet_at(
-            place_for(runs[0].path), lambda: backend.register_server(files), wall=wall
-        )
+        ledger = fleet_at(place_for(runs[0].path), lambda: backend.register_server(files))
         for run in runs:
             with contextlib.suppress(UserError, PlatformError):  # the answer says what is wrong
                 ledger.harvest(run.path)
@@ -199,7 +194,6 @@ def _answer(
         needed=run_dirs.load(runs[0].path).ladder.max_nodes,
         excluded=() if all_nodes else _excluded(runs),
         force=force,
-        wall=wall,
     )
 
 
@@ -325,12 +319,12 @@ def _check(run: StoredRun, backend: Backend) -> None:
         run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
 
 
-def _upgrade(run_dir: Path, wall: Callable[[], float]) -> list[str]:
+def _upgrade(run_dir: Path) -> list[str]:
     """Make later starts of a run use code and environment as they are now; return what changed."""
     changed = []
     environment = load_environment(run_dir)
     if environment is None or load_frozen(run_dir)[0] is not None:
-        was, now = freeze_again(run_dir, wall=wall)
+        was, now = freeze_again(run_dir)
         if was.digest != now.digest:
             revisions = f"({_revision(was)} -> {_revision(now)})"
             changed.append(f"code {was.digest[:12]} -> {now.digest[:12]} {revisions}")
@@ -338,7 +332,7 @@ def _upgrade(run_dir: Path, wall: Callable[[], float]) -> list[str]:
     if environment is not None:
         found = describe(venv=environment.prefix, image=environment.image)
         if found.digest != environment.digest:
-            record_environment(run_dir, found, wall=wall)
+            record_environment(run_dir, found)
             changed += [f"environment: {change}" for change in changes(environment, found)]
     return changed
 
@@ -354,7 +348,6 @@ def _submit_again(
     backend: Backend,
     *,
     without: Sequence[str],
-    wall: Callable[[], float],
 ) -> JobRef:
     """Submit the bundle of the runs once more; when that fails, all stay as they are."""
     stopped = [run for run in runs if stop_request.asked(run.path)]
@@ -366,7 +359,7 @@ def _submit_again(
         return backend.submit(home, _bundle(home), tasks=tasks or None, without=without)
     except BaseException:
         for run in stopped:
-            stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())
+            stop_request.ask(run.path, why="submit --resume failed", t_unix=time.time())
         raise
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import KUBERNETES
-from elastic_trainer.plan.config import TrainConfig
 from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
@@ -44,7 +43,7 @@ from launcher.runs.submitting.freeze import (
     survey,
     use_code,
 )
-from launcher.spec.errors import Problem, UserError, writing
+from launcher.spec.errors import Problem, UserError
 from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
@@ -169,7 +168,6 @@ def submit(
     *,
     all_nodes: bool = False,
     force: bool = False,
-    wall: Callable[[], float] = time.time,
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 
@@ -178,7 +176,6 @@ def submit(
         backend: the platform's.
         all_nodes: use machines too that the fleet's ledger holds for bad.
         force: see `ask`.
-        wall: the clock.
 
     Raises:
         UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
@@ -186,7 +183,7 @@ def submit(
         PlatformError: the platform is away, or answers garbage.
     """
     spec, files, target = prepared.spec, prepared.files, prepared.target
-    ledger = None if all_nodes else _ledger(prepared, backend, wall)
+    ledger = None if all_nodes else _ledger(prepared, backend)
     asked = ask_with_ledger(
         backend,
         files,
@@ -194,14 +191,13 @@ def submit(
         ledger=ledger,
         needed=spec.cluster.nodes + spec.cluster.spares,
         force=force,
-        wall=wall,
     )
     warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
     # For sbatch too, which hands it on to the job.
     with run_dirs.umask(spec.slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
             run_dirs.make_run_dir(prepared.run_dir, group=spec.slurm.group)
-            _write_runs(prepared, backend, made, wall)
+            _write_runs(prepared, backend, made)
             job = backend.submit(prepared.run_dir, files, without=asked.hosts)
         runs = []
         for run_dir, index in prepared.runs.items():
@@ -210,9 +206,7 @@ def submit(
     return Submitted(job=job, runs=runs, warnings=tuple(warnings))
 
 
-def _ledger(
-    prepared: PreparedSubmission, backend: Backend, wall: Callable[[], float]
-) -> Fleet | None:
+def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
     """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
     if not isinstance(backend, Machines):
         return None
@@ -220,14 +214,13 @@ def _ledger(
     named = json.loads(prepared.files_of(first)[run_dirs.JOB_JSON]).get("fleet")
     place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
     _take_over(prepared, backend, place)
-    return fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
+    return fleet_at(place, lambda: backend.register_server(prepared.files))
 
 
 def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
-    """Fetch the records of the runs beside this one that run now, for the ledger.
+    """Fetch the records of the runs beside this one that run now, for a ledger in a ConfigMap.
 
-    Where pods share no folder with the launcher and have no token, nobody else writes what they
-    find. What keeps a record from coming keeps no job from being submitted.
+    Pods without a token cannot write it. A record that does not come stops no submission.
     """
     if not place.startswith(KUBERNETES):
         return
@@ -264,7 +257,7 @@ def _render_sweep(
 
 
 def _tasks(files: Bundle) -> tuple[int, ...] | None:
-    """Return the indices of the tasks that a bundle has folders for; None: it is no array."""
+    """Return the indices of an array's tasks, which have folders in the bundle."""
     if run_dirs.JOB_JSON in files:
         return None
     names = [name.partition("/") for name in files]
@@ -274,8 +267,7 @@ def _tasks(files: Bundle) -> tuple[int, ...] | None:
 def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
     """Tasks that saved into one folder would take each other's checkpoints for their own."""
     folders = [spec.checkpoint.dir for spec in specs]
-    shared = folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders))
-    if shared:
+    if folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders)):
         raise UserError(
             "HF654",
             f"checkpoint.dir: {folders[0]} would be shared by the tasks; leave it out, then each "
@@ -283,32 +275,35 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
         )
 
 
-def _write_runs(
-    prepared: PreparedSubmission, backend: Backend, made: list[Path], wall: Callable[[], float]
-) -> None:
+def _write_runs(prepared: PreparedSubmission, backend: Backend, made: list[Path]) -> None:
     """Write the run directory, and one for each task; `made` gets the checkpoint directories."""
     top = prepared.run_dir
-    there = backend.nodes_run_dir(top, prepared.files)
-    shared = there == str(top)  # else the checkpoint directory is not on this machine
+    # Else the checkpoint directory is not on this machine.
+    shared = backend.nodes_run_dir(top, prepared.files) == str(top)
     run_dirs.create(top, {})
     if shared:
         run_dirs.check_storage(top, is_data=backend.only_data_is_shared(prepared.files))
-    _write(top, prepared.files_of(None))
+    files = prepared.files_of(None)
     if prepared.tasks is not None:
         rows = [{"index": index, "values": values} for index, values in prepared.tasks.items()]
-        _write(top, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
+        files = {**files, SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"}
+    run_dirs.write_files(top, files)
     frozen = None
     for run_dir, index in prepared.runs.items():
         if index is not None:
             run_dirs.create(run_dir, prepared.files_of(index))
         if shared:
-            _check_checkpoints(run_dirs.load(run_dir), made)
+            config = run_dirs.load(run_dir)
+            refuse_foreign(config)
+            checkpoints = Path(config.checkpoint.dir)
+            made += [] if checkpoints.exists() else [checkpoints]
+            run_dirs.check_checkpoint_dir(config)
         if prepared.code is not None:
             # The tasks of an array share one copy.
-            frozen = frozen or freeze_code(top, prepared.code, wall=wall)
-            use_code(run_dir, frozen, wall=wall)
+            frozen = frozen or freeze_code(top, prepared.code)
+            use_code(run_dir, frozen)
         if prepared.environment is not None:
-            record_environment(run_dir, prepared.environment, wall=wall)
+            record_environment(run_dir, prepared.environment)
 
 
 def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment | None:
@@ -327,64 +322,29 @@ def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment 
     return None
 
 
-def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
-    refuse_foreign(config)
-    directory = Path(config.checkpoint.dir)
-    existed = directory.exists()
-    run_dirs.check_checkpoint_dir(config)
-    if not existed:
-        made.append(directory)
-
-
-def _write(folder: Path, files: Bundle) -> None:
-    with writing(f"run directory {folder}", "use another --run-dir"):
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-
-
 @contextmanager
 def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
     """Remove the run directory, and empty folders in the list, should anything fail."""
-    refused = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
-    existed = run_dir.exists()
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     made: list[Path] = []
-    first_missing = run_dir
-    while not first_missing.parent.exists():
-        first_missing = first_missing.parent
+    if run_dir not in missing and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        yield made  # it will be refused, and what is there is not ours
+        return
     try:
         yield made
     except BaseException:
-        if not refused:  # what was there before is not ours
-            for folder in made:
-                _remove_if_empty(folder)
-            _empty(run_dir)
-            if not existed:
-                _remove_if_empty(run_dir)
-                folder = run_dir.parent
-                while folder != first_missing.parent:
-                    _remove_if_empty(folder)
-                    folder = folder.parent
+        if run_dir.is_dir():
+            for code in (*run_dir.glob("code"), *run_dir.glob("[0-9]*/code")):
+                remove_frozen(code)  # it is read-only
+            for path in run_dir.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        for folder in (*made, *missing):
+            with suppress(OSError):  # it is not there, or has something in it
+                folder.rmdir()
         raise
-
-
-def _empty(folder: Path) -> None:
-    """Remove what is in `folder`; frozen code is read-only."""
-    if not folder.is_dir():
-        return
-    for code in [*folder.glob("code"), *folder.glob("[0-9]*/code")]:
-        remove_frozen(code)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return  # not there, or it has something in it
 
 
 # -- sweeps ---------------------------------------------------------------------------------
@@ -393,10 +353,9 @@ def _remove_if_empty(folder: Path) -> None:
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
 
-    Without any there is one task, of no values.
-
     Args:
         texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
+            None: one task, which has no values.
 
     Raises:
         UserError: HF654 one of another form, a key twice, or too many tasks.
@@ -416,15 +375,11 @@ def sweep_tasks(texts: Sequence[str]) -> list[Values]:
         if twice:
             raise UserError("HF654", f"--sweep {key}: the value {twice[0]} is given twice")
         choices[key] = values
-    count = 1
-    for values in choices.values():
-        count *= len(values)
-    if count > MAX_TASKS:
+    if (count := math.prod(map(len, choices.values()))) > MAX_TASKS:
         raise UserError(
             "HF654", f"--sweep makes {count:,} tasks, at most {MAX_TASKS:,} are allowed; split it"
         )
-    combinations = itertools.product(*choices.values())
-    return [dict(zip(choices, values, strict=True)) for values in combinations]
+    return [dict(zip(choices, each, strict=True)) for each in product(*choices.values())]
 
 
 def _parts(text: str) -> list[str]:

@@ -16,11 +16,12 @@ from launcher.platforms.base import JobRef, JobState, RemoteExec
 from launcher.platforms.commands import CommandResult, Commands, SystemCommands
 from launcher.platforms.local import with_packages
 from launcher.platforms.slurm.backend import outside_jobs
+from launcher.platforms.targets import target_named
 from launcher.record.files import events_named
 from launcher.runs.fetching import fetched
 from launcher.runs.run_dir import AGENTS_SCRIPT
 from launcher.runs.runs import StoredRun, current_job
-from launcher.runs.watching.run_status import make_backends, target_of
+from launcher.runs.watching.run_status import target_of
 from launcher.spec.errors import PermanentError, PlatformError, UserError
 
 SCRIPT = "job.sbatch"
@@ -75,7 +76,7 @@ def running_job(run: StoredRun) -> RunningJob:
     """
     target = target_of(run)
     job = current_job(run)
-    backend = make_backends([target])[target]
+    backend = target_named(target).load_backend()
     status = backend.status([job])[job]
     if status.state is not JobState.RUNNING:
         why = f" ({status.reason})" if status.reason else ""

@@ -94,15 +94,6 @@ class RunStatus:
         }
 
 
-def make_backends(names: Iterable[str]) -> dict[str, Backend]:
-    """Return the backends of the targets `names`.
-
-    Raises:
-        UserError: HF206 there is no such target.
-    """
-    return {name: target_named(name).load_backend() for name in dict.fromkeys(names)}
-
-
 def target_of(run: StoredRun) -> str:
     """Return the platform of `run`; what was never submitted runs here."""
     return run.submission.target if run.submission else "local"
@@ -136,7 +127,7 @@ def _ask(
 ) -> Mapping[JobRef, JobStatus]:
     try:
         if target not in backends:
-            backends |= make_backends([target])
+            backends[target] = target_named(target).load_backend()
         return backends[target].status(jobs)
     except HoldfastError as error:
         said = error.message if isinstance(error, UserError) else str(error)

@@ -54,8 +54,6 @@ class Watch:
     """Asks the platform now and then, and looks at files more often.
 
     Args:
-        run: which run.
-        backend: its platform's.
         say: shows what the platform does with the job, a line each.
         ask_s: between two questions to the platform; controllers serve many users.
         look_s: between two looks at the files.
@@ -68,9 +66,6 @@ class Watch:
     ask_s: float = 10.0
     look_s: float = 0.5
     fetch_s: float = 3.0
-    sleep: Callable[[float], None] = time.sleep
-    mono: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
     _shown: str = ""
     _fetcher: Fetcher = field(init=False)
     _wrong: frozenset[str] = frozenset()
@@ -104,9 +99,9 @@ class Watch:
         Raises:
             TimeoutError: it has not within so many seconds.
         """
-        begun = self.mono()
+        begun = time.monotonic()
         for last in self._looks():
-            if not last and timeout_s is not None and self.mono() - begun >= timeout_s:
+            if not last and timeout_s is not None and time.monotonic() - begun >= timeout_s:
                 raise TimeoutError(f"{self.run.path} has not ended within {timeout_s:g} s")
 
     def _looks(self) -> Iterator[bool]:
@@ -123,11 +118,11 @@ class Watch:
                     yield True
                     self._say_end(status)
                     return
-                now = self.mono()
-                while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
+                now = time.monotonic()
+                while time.monotonic() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
                     self._fetch()
                     yield False
-                    self.sleep(self.look_s)
+                    time.sleep(self.look_s)
 
     def _end_if_none_starts(self, status: JobStatus) -> None:
         """Cancel a job whose containers never start, which the platform would try for ever.
@@ -149,7 +144,7 @@ class Watch:
             f"({status.reason}); the job was cancelled"
         )
         self.backend.cancel(current_job(self.run))
-        LauncherLog(self.run.path, f"watch-{int(self.wall())}", wall=self.wall).emit(
+        LauncherLog(self.run.path, f"watch-{int(time.time())}").emit(
             "run.ended", code=EXIT_DO_NOT_RESTART, reason=reason
         )
         self.say(reason)
@@ -162,10 +157,10 @@ class Watch:
 
     def _fetch(self, *, now: bool = False) -> None:
         """Bring what is new, where it has to be brought."""
-        if not now and self.mono() < self._fetch_due:
+        if not now and time.monotonic() < self._fetch_due:
             return
         self._fetcher.fetch(current_job(self.run))
-        self._fetch_due = self.mono() + self.fetch_s
+        self._fetch_due = time.monotonic() + self.fetch_s
 
     def _ask(self) -> JobStatus:
         """Ask the platform; say what is new. One that is away is no end."""
@@ -183,7 +178,7 @@ class Watch:
     def _warn(self, job: JobRef, status: JobStatus) -> None:
         """Say what is wrong with a job that runs, where that is new."""
         run = run_status(self.run, target_of(self.run), job, status, self._fetcher.trouble)
-        found = run.findings(self.wall())
+        found = run.findings(time.time())
         for finding in found:
             # What keeps files from coming is said when they are fetched.
             if finding.kind not in {*self._wrong, FindingKind.RECORD_AWAY}:
@@ -192,7 +187,13 @@ class Watch:
 
     def _tell(self, status: JobStatus) -> None:
         """Say where the job stands, where that is new."""
-        text = self._text(status)
+        said = status.words or status.reason
+        text = f"{status.state}: {said}" if said else str(status.state)
+        if status.state is JobState.PENDING and status.expected_start is not None:
+            start = time.localtime(status.expected_start)
+            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
+        if status.state is JobState.RUNNING and status.nodes:
+            text += f" on {counted(len(status.nodes), 'node')}"
         if text != self._shown:
             self._shown = text
             self.say(text)
@@ -210,18 +211,6 @@ class Watch:
             status = replace(status, state=JobState.STOPPED, words=NOTHING_SAVED)
         self._tell(status)
 
-    def _text(self, status: JobStatus) -> str:
-        parts = [str(status.state)]
-        if status.words or status.reason:
-            parts.append(status.words or status.reason)
-        text = ": ".join(parts)
-        if status.state is JobState.PENDING and status.expected_start is not None:
-            start = time.localtime(status.expected_start)
-            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
-        if status.state is JobState.RUNNING and status.nodes:
-            text += f" on {counted(len(status.nodes), 'node')}"
-        return text
-
 
 _KEPT_LINES: Final = 500
 _LOOK_S: Final = 0.5
@@ -235,29 +224,17 @@ _PICTURE_SHARE: Final = 0.2
 class Following:
     """What is known of a run, brought up to date by `look`.
 
-    Args:
-        run: which.
-        wall: the time of day.
-        mono: seconds that only grow.
-
     Raises:
         UserError: HF613 it cannot be read.
     """
 
-    def __init__(
-        self,
-        run: StoredRun,
-        *,
-        wall: Callable[[], float] = time.time,
-        mono: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, run: StoredRun) -> None:
         self.run = run
         self.status = TrainingStatus(run_dirs.load(run.path))
         self.answer: RunStatus | None = None
         """The platform's newest answer; None: it has not answered yet."""
         self._record = RunRecord(run.path, newest=True)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._wall, self._mono = wall, mono
         self._picture, self._picture_due = Picture(), float("-inf")
         self._stale = True
         self.rest_s = _LOOK_S
@@ -269,18 +246,18 @@ class Following:
         Raises:
             UserError: HF613 the record cannot be read.
         """
-        begun = self._mono()
+        begun = time.monotonic()
         fresh = self._record.poll()
         # Thousands of files on a file server that others use are not looked at all the time.
-        self.rest_s = max(_LOOK_S, (self._mono() - begun) / _LOOK_SHARE)
+        self.rest_s = max(_LOOK_S, (time.monotonic() - begun) / _LOOK_SHARE)
         lines = self.status.apply(fresh)
         self._lines.extend(lines)
         self._stale = self._stale or bool(fresh)
-        now = self._mono()
+        now = time.monotonic()
         if self._stale and now >= self._picture_due:
             gpus = self.status.config.gpus_per_node
             self._picture = picture(self._record.events, self.status, gpus_per_node=gpus)
-            took = self._mono() - now
+            took = time.monotonic() - now
             self._picture_due = now + max(_PICTURE_S, took / _PICTURE_SHARE)
             self._stale = False
         return lines
@@ -288,7 +265,7 @@ class Following:
     @property
     def known(self) -> Known:
         """What a screen is drawn from."""
-        answer, now = self.answer, self._wall()
+        answer, now = self.answer, time.time()
         warnings = [] if answer is None else [str(each) for each in answer.findings(now)]
         platform = ""
         if answer is not None and answer.job.id:
