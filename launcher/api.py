@@ -72,7 +72,7 @@ def render(
         job: from `load_job`.
         planned: from `plan`; None: made here.
         to: the platform: slurm, pytorchjob, jobset, trainjob or local.
-        run_dir: where the files will lie; None: ./runs/<name>.
+        run_dir: None: ./runs/<name>.
         python: interpreter with holdfast on the nodes, where the job names none; None: this one.
 
     Raises:
@@ -106,10 +106,7 @@ def submit(
         sets: overrides, as `train.steps=50`.
         site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>.
-        force: why the platform, asked before, would never start it is a warning.
-
-    Returns:
-        The run, with the `warnings` of the job and of its platform.
+        force: a job that the platform, asked before, would never start gets warnings alone.
 
     Raises:
         UserError: what is wrong with the job, or what the platform refuses.
@@ -168,7 +165,7 @@ def submit_sweep(
 
 
 def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
-    """Return a run by its path, its name in `folder`, the beginning of one, or its job's id.
+    """Return a run by its path, its name in `folder` or the beginning of it, or its job's id.
 
     Raises:
         UserError: HF613 there is none; HF651 several; HF206 its platform is not known here.
@@ -189,25 +186,22 @@ class FailedRunError(HoldfastError):
 class Run:
     """A run and its platform; `submit` and `open_run` return one.
 
-    Each method asks the platform, and raises a PlatformError where that does not answer, but for
-    `status`, which says so.
+    Methods raise a PlatformError where the platform does not answer; `status` says it instead.
     """
 
     def __init__(
         self, submitted: Found, backend: Backend | None = None, warnings: Sequence[Problem] = ()
     ) -> None:
-        """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
+        """Use `submit` or `open_run`."""
         from launcher.runs.watching.run_status import target_of
 
         self.target = target_of(submitted)
         self.submitted = submitted
         self.backend = backend or target_named(self.target).load_backend()
         self.warnings = tuple(warnings)
-        """Of the job and of its platform, from `submit` or `resume`; of a run that was opened
-        none."""
+        """Of the job and of its platform, by `submit` or `resume`."""
 
     def __repr__(self) -> str:
-        """Return what a notebook shows."""
         return f"Run({str(self.path)!r}, {self.target} job {self.job_id})"
 
     @property
@@ -217,12 +211,12 @@ class Run:
 
     @property
     def shown(self) -> str:
-        """How it was named."""
+        """What the caller named it."""
         return self.submitted.shown
 
     @property
     def job_id(self) -> str | None:
-        """The platform's name of the job that carries the run now; None: it has none."""
+        """The platform's id of the job that carries the run now."""
         from launcher.runs.runs import current_job
 
         return current_job(self.submitted).id or None
@@ -242,7 +236,7 @@ class Run:
         return explain(status, self.backend.output_files(status.job), now_unix=time.time())
 
     def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait until the run has ended, over all its requeues; return its status then.
+        """Wait until the run has ended, over all its requeues; return its status.
 
         Raises:
             TimeoutError: it has not within so many seconds; it continues.
@@ -319,12 +313,8 @@ class Run:
         """
         from launcher.runs.submitting.cancelling import Canceller, save_time_s
 
-        canceller = Canceller(
-            run=self.submitted,
-            backend=self.backend,
-            say=say or _nothing,
-            wait_s=save_time_s(self.path),
-        )
+        say, wait_s = say or _nothing, save_time_s(self.path)
+        canceller = Canceller(run=self.submitted, backend=self.backend, say=say, wait_s=wait_s)
         return canceller.cancel(save=save)
 
     def resume(
@@ -338,10 +328,10 @@ class Run:
         """Submit the run again: it resumes from its newest checkpoint.
 
         Args:
-            upgrade: freeze code and environment anew.
-            all_nodes: use nodes again that were excluded since the last submission.
+            upgrade: freeze code and environment again.
+            all_nodes: use nodes that were excluded since the last submission.
             force: see `submit`.
-            sets: what it asks of its platform otherwise from now on, as `slurm.time=1-00:00:00`.
+            sets: what it asks of its platform from now on, as `slurm.time=1-00:00:00`.
 
         Raises:
             UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change

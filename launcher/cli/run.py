@@ -105,7 +105,7 @@ def run(
         raise UserError("HF610", "which job? Give a job file, or --resume RUN")
     else:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        new = {"sets": sets, "run_dir": run_dir, "start": start, "stamp": stamp}
+        new: dict[str, Any] = {"sets": sets, "run_dir": run_dir, "start": start, "stamp": stamp}
         prepared = local_job.prepare_new(job, **injected, **new)
     if prepared is None:
         assert resume is not None

@@ -23,8 +23,6 @@ from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import StoredRun, submit_times
 from launcher.spec.errors import UserError
 
-_MAX_POINTS = 2000
-
 Curve = Sequence[tuple[int, float]]
 """(step, loss), in step order."""
 
@@ -66,16 +64,7 @@ def report_data(
     extra: Mapping[str, Curve] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> ReportData:
-    """Fold the record of a run into what its report shows.
-
-    Args:
-        events: the record, in order of time.
-        summary: what `summarise` made of it.
-        title: of the page.
-        gpus_per_node: of each of the run's nodes.
-        extra: curves of other runs to compare with.
-        notes: (heading, text) shown below the charts.
-    """
+    """Fold the record of a run, in order of time, and its summary into what its report shows."""
     spans = timeline.epochs(events)
     counted = timeline.lineage(spans)
     counts = {(done.epoch, done.step) for done in counted}
@@ -125,16 +114,9 @@ def _speed(counted: Sequence[timeline.StepDone]) -> dict[str, Curve]:
     return {label: curve for label, curve in curves.items() if curve}
 
 
-def no_curve_text(summary: Mapping[str, Any]) -> str:
-    """Return why there is no loss to draw."""
-    if summary["steps"]:
-        return "no step has reported a loss"
-    return "no step was completed"
-
-
-def thin(points: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
-    """Return at most about `most` points, the last one among them."""
-    stride = -(-len(points) // most) or 1
+def thin(points: Sequence[Any]) -> list[Any]:
+    """Return at most about 2,000 points, the last one among them."""
+    stride = -(-len(points) // 2000) or 1
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
         kept.append(points[-1])
@@ -207,13 +189,7 @@ def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
 
 
 def grouped(found: Sequence[RunCost], by: str, *, since: str = "") -> dict[str, GpuTime]:
-    """Return the spending of each run, user or month.
-
-    Args:
-        found: of the runs.
-        by: `run`, `user` or `month`.
-        since: months before this one are left out.
-    """
+    """Return the spending by `run`, `user` or `month`, without months before `since`."""
     groups: dict[str, list[GpuTime]] = {}
     for each in found:
         for month, spent in each.months.items():
@@ -246,20 +222,14 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
-    """Return the ledger's account of samples; None where no ledger was written.
-
-    Complete lines only: a run that continues may be writing its last one.
-    """
+    """Return the ledger's account of samples; None: no ledger was written."""
     files = sorted((run_dir / "ledger").glob("*.jsonl"))
     if not files:
         return None
+    texts = (read_regular(path).decode("ascii", "replace") for path in files)
+    # Complete lines only: a run that continues may be writing its last one.
     lines = (
-        [
-            line
-            for line in read_regular(path).decode("ascii", "replace").splitlines(keepends=True)
-            if line[-1:] == "\n"
-        ]
-        for path in files
+        [each for each in text.splitlines(keepends=True) if each.endswith("\n")] for text in texts
     )
     start_step = config.start_from.step if config.start_from else 0
     return audit(lines, global_batch=config.train.global_batch, start_step=start_step)

@@ -1,8 +1,8 @@
 """Follows the records of runs and writes their curves to experiment trackers.
 
-A process of its own beside the runs, as `metrics` and `notify`: it needs no node to live, no
-training waits for a tracker, and its credentials are on no node. What is written, and who
-writes, is on a board in RUN/tracking (compare-and-swap), so that of two processes one waits.
+A process beside the runs: no training waits for a tracker, and its credentials are not on the
+nodes. A board in RUN/tracking (compare-and-swap) says what is written and who writes, so that one
+of two processes waits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from launcher.spec.errors import HoldfastError
 
 FOLDER: Final = "tracking"
 LEASE_S: Final = 60.0
-"""After so long without a sign of its writer another process takes a run over."""
+"""Without a sign of its writer for so long, a run is taken over by another process."""
 SETTLE_S: Final = 5.0
-"""Until a step's events are taken to have arrived, on storage that shows them late."""
+"""Until a step's events have certainly arrived, on storage that shows them late."""
 _PROJECT: Final = "holdfast"
 """Experiment or project, where the environment names none."""
 _BATCH: Final = 150
@@ -54,15 +54,14 @@ def open_tracker(name: str, run_dir: Path, run_id: str, step: int) -> Tracker:
 
     Args:
         name: one of elastic_trainer.plan.config.TRACKERS.
-        run_dir: the run; files of trackers lie in it.
+        run_dir: for files of trackers.
         run_id: name in the tracker.
         step: the newest step that is known to be written.
 
     Raises:
         UserError: HF632 its package is not here.
     """
-    packages = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-    need(f"the tracker {name}", packages[name], extra="track")
+    need(f"the tracker {name}", name, extra="track")
     match name:
         case "tensorboard":
             return _TensorBoard(run_dir / "tensorboard", step)
@@ -180,7 +179,7 @@ class Progress:
     """Tracker -> newest step written."""
 
     def encode(self) -> bytes:
-        """Return the board's content."""
+        """Return the content for the board."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -188,14 +187,10 @@ class TrackedRun:
     """One run and its trackers.
 
     Args:
-        run_dir: the run.
-        run_id: what it is called in every tracker, over all attempts.
-        trackers: their names.
-        writer: this process, as no other is called.
-        wall: Unix seconds.
+        run_id: the run's name in every tracker, over all attempts.
+        writer: this process's unique name.
         say: told what went wrong, once each.
         settle_s: see SETTLE_S.
-        opened: opens a tracker.
     """
 
     def __init__(
@@ -223,10 +218,7 @@ class TrackedRun:
         """The run has done its last step, and everything is written."""
 
     def poll(self, *, at_once: bool = False) -> None:
-        """Write what has become certain; storage that fails is told, and tried again.
-
-        Args:
-            at_once: the record is complete: wait for nothing.
+        """Write what has become certain, `at_once` everything; failing storage is tried again.
 
         Raises:
             UserError: HF613 the record cannot be read; HF632 a tracker's package is not here.
@@ -270,7 +262,7 @@ class TrackedRun:
             self._board.set_state(replace(progress, writer="", t_unix=0.0).encode(), token)
 
     def _claim(self) -> tuple[Progress, Token] | None:
-        """Return what was written so far, and that we are the writer; None: another process is."""
+        """Become the writer; return what was written so far. None: another process is it."""
         found = self._board.get_state()
         content, token = (b"{}", None) if found is None else found
         raw: dict[str, Any] = json.loads(content)

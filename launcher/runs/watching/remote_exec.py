@@ -25,7 +25,6 @@ from launcher.runs.watching.run_status import target_of
 from launcher.spec.errors import PermanentError, PlatformError, UserError
 
 SCRIPT = "job.sbatch"
-CONTAINER_PYTHON = "python3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,6 @@ class RunningJob:
     target: str
     job: JobRef
     nodes: tuple[str, ...]
-    """Those it has now."""
     start: StepStart
     env: Mapping[str, str]
     run_dir: str
@@ -68,7 +66,7 @@ class RunningJob:
 
 
 def running_job(run: StoredRun) -> RunningJob:
-    """Return where a run is running.
+    """Return the job of a run that runs now.
 
     Raises:
         UserError: HF662 it is not running; HF613 its script cannot be read.
@@ -126,7 +124,7 @@ def read_script(text: str) -> StepStart:
     container = [word for word in words[:module] if word.startswith(("--container", "--no-cont"))]
     inside = words[words.index("--") + 1 : -1] if "--" in words[module:] else []
     if inside:
-        return StepStart(python=CONTAINER_PYTHON, prefix=tuple(inside))
+        return StepStart(python="python3", prefix=tuple(inside))
     own = shlex.split(python[1])[0]
     # With pyxis the whole step is in the container, where its own Python is.
     found = words[module - 3] if container else own
@@ -217,8 +215,8 @@ def take_stacks(
 
     Args:
         running: the job.
-        ranks: which; none: all.
-        commands: how commands are run.
+        ranks: empty: all.
+        commands: None: this machine's.
 
     Raises:
         UserError: HF662 a rank does not run; HF650 srun is not there.

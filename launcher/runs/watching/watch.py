@@ -41,12 +41,12 @@ from launcher.runs.watching.screen import Known, View
 from launcher.spec.errors import PlatformError
 
 _MISSING = 3
-"""So many answers in a row that there is no such job: it has gone from the platform's memory."""
+"""After so many answers in a row that there is no such job the platform has forgotten it."""
 _MOST_FAILED_STARTS = 10
-"""A job that the platform starts again without limit is cancelled when so many containers in a row
-could not be started on each of its nodes, and none ran."""
+"""A job that is started again without limit is cancelled after so many failed containers in a row
+on each node."""
 _CHANGED_S = 1.0
-"""A platform that says that something has changed is asked after this, not more often."""
+"""Least time between questions to a platform that tells of changes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Watch:
 
     Args:
         say: shows what the platform does with the job, a line each.
-        ask_s: between two questions to the platform; controllers serve many users.
-        look_s: between two looks at the files.
-        fetch_s: between two times that files are fetched, where storage is not shared.
+        ask_s: between questions to the platform; controllers serve many users.
+        look_s: between looks at the files.
+        fetch_s: between fetches of files, where storage is not shared.
     """
 
     run: StoredRun
@@ -156,27 +156,26 @@ class Watch:
         return nullcontext(threading.Event())
 
     def _fetch(self, *, now: bool = False) -> None:
-        """Bring what is new, where it has to be brought."""
         if not now and time.monotonic() < self._fetch_due:
             return
         self._fetcher.fetch(current_job(self.run))
         self._fetch_due = time.monotonic() + self.fetch_s
 
     def _ask(self) -> JobStatus:
-        """Ask the platform; say what is new. One that is away is no end."""
+        """Ask the platform; say what is new."""
         job = current_job(self.run)
         try:
             status = self.backend.status([job])[job]
         except PlatformError as error:
             status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
-        # Of a job that is gone the run may know more, once all of it is here.
+        # When the job is gone, the run may know more, once all of it is here.
         if not (status.state.is_final and status.reason == NO_SUCH_JOB):
             self._tell(status)
         self._warn(job, status)
         return status
 
     def _warn(self, job: JobRef, status: JobStatus) -> None:
-        """Say what is wrong with a job that runs, where that is new."""
+        """Say what is newly wrong with a job that runs."""
         run = run_status(self.run, target_of(self.run), job, status, self._fetcher.trouble)
         found = run.findings(time.time())
         for finding in found:
@@ -199,10 +198,7 @@ class Watch:
             self.say(text)
 
     def _say_end(self, status: JobStatus) -> None:
-        """Say the end of a job; of one that is forgotten, as the run tells it.
-
-        Not sooner: a job that is put back into the queue has an attempt that ended, too.
-        """
+        """Say how the job ended; if it is forgotten, by the run's record."""
         training = run_dirs.read_training(self.run.path)
         if status.reason == NO_SUCH_JOB and (code := training.code) is not None:
             words = EXIT_TEXTS.get(code, "")
@@ -218,7 +214,7 @@ _LOOK_SHARE: Final = 0.1
 """Looks take no more than this part of the time."""
 _PICTURE_S: Final = 2.0
 _PICTURE_SHARE: Final = 0.2
-"""A picture takes no more than this part of the time: of a large record it is drawn less often."""
+"""Pictures take no more than this part of the time."""
 
 
 class Following:
@@ -238,7 +234,6 @@ class Following:
         self._picture, self._picture_due = Picture(), float("-inf")
         self._stale = True
         self.rest_s = _LOOK_S
-        """How long to wait before the next look."""
 
     def look(self) -> list[str]:
         """Read what is new; return the lines about it.
