@@ -28,9 +28,11 @@ from elastic_trainer.plan.quantities import sized
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_USER,
     json_option,
     path_option,
     print_json,
+    say,
 )
 from launcher.cli.terminal import direct, print_table, wide_console
 from launcher.platforms.installed import need
@@ -113,7 +115,13 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
     if as_json:
         print_json({"ok": good, "checkpoints": results})
     else:
-        _say_verified(results)
+        for result in results:
+            if not result["damaged"]:
+                click.echo(f"step {result['step']}: good")
+                continue
+            say(f"step {result['step']}: DAMAGED, in {result['dir']}")
+            for line in result["damaged"]:
+                say(f"  {line}")
     return EXIT_DONE if good else EXIT_FAILED
 
 
@@ -250,19 +258,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _say_verified(results: Sequence[dict[str, Any]]) -> None:
-    for result in results:
-        if not result["damaged"]:
-            click.echo(f"step {result['step']}: good")
-            continue
-        click.echo(f"step {result['step']}: DAMAGED, in {result['dir']}", file=sys.stderr)
-        for line in result["damaged"]:
-            click.echo(f"  {line}", file=sys.stderr)
-
-
-_WRONG_INPUT = 2
-
-
 def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> dict[str, Any]:
     """Return what the converter is asked to export `commit` to the folder `out`.
 
@@ -302,16 +297,15 @@ def run_converter(
 ) -> dict[str, Any]:
     """Run `elastic_trainer.state.convert` and return its result.
 
-    An interrupt reaches the child as well; it leaves nothing half done.
+    An interrupt reaches the child too; it leaves nothing half done.
 
     Args:
         what: `export` or `import`.
-        request: the arguments, as `elastic_trainer.state.convert` has them.
+        request: the child's arguments.
         on_progress: called with bytes done and bytes in all.
 
     Raises:
-        UserError: HF632, torch or safetensors is missing; or what the child said of
-            the user's input, with its code.
+        UserError: HF632 torch or safetensors is missing; what the child said of the input.
         PermanentError: the child failed; its words.
     """
     need(f"holdfast checkpoint {what}", "torch", "safetensors", extra="train")
@@ -337,7 +331,7 @@ def run_converter(
         return result
     last = said.splitlines()[-1] if said else ""
     error_code, _, message = last.partition(" ")
-    if code == _WRONG_INPUT and error_code in CODES:
+    if code == EXIT_USER and error_code in CODES:
         raise UserError(error_code, message)
     if code == -signal.SIGKILL:
         last = "it was killed by the system, most likely for want of memory; use a larger machine"

@@ -17,12 +17,7 @@ from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import ACTED, StoredRun
 from launcher.runs.submitting.freeze import load_frozen
-from launcher.runs.watching.run_status import (
-    RunStatus,
-    detail_lines,
-    run_statuses,
-    target_of,
-)
+from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses, target_of
 from launcher.spec.errors import PlatformError, UserError
 
 

@@ -20,53 +20,51 @@ if TYPE_CHECKING:
 
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Jobs": {
-        "check": ("launcher.cli.job", "Check a job file; report every problem at once."),
-        "plan": ("launcher.cli.job", "Show layout, placement and ladder of a job."),
-        "render": ("launcher.cli.job", "Show what would be submitted: the script, and job.json."),
-        "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
-        "restart": ("launcher.cli.cancel", "Let a run save and start again on all its nodes."),
-        "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
-        "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
-        "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
-        "agent": ("launcher.cli.scripts", "Run any torchrun script, with torchrun's flags."),
+        "check": ("job", "Check a job file; report every problem at once."),
+        "plan": ("job", "Show layout, placement and ladder of a job."),
+        "render": ("job", "Show what would be submitted: the script, and job.json."),
+        "submit": ("submit", "Submit a job to a cluster, or resume a run."),
+        "restart": ("cancel", "Let a run save and start again on all its nodes."),
+        "cancel": ("cancel", "End a run for good; with --save it saves first."),
+        "run": ("run", "Run a job on an emulated cluster of this machine."),
+        "rehearse": ("rehearse", "Rehearse failures with a scaled-down job, here."),
+        "agent": ("scripts", "Run any torchrun script, with torchrun's flags."),
         "wrap": (
-            "launcher.cli.scripts",
+            "scripts",
             "Let a torchrun batch script or PyTorchJob survive lost nodes.",
         ),
-        "schema": ("launcher.cli.job", "Print the JSON schema of job files, for editors."),
+        "schema": ("job", "Print the JSON schema of job files, for editors."),
     },
     "Look": {
-        "status": ("launcher.cli.status", "Show where runs stand."),
-        "list": ("launcher.cli.status", "List all runs of a folder."),
-        "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
-        "top": ("launcher.cli.watch", "Show all runs of all users while they run."),
-        "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
-        "describe": ("launcher.cli.describe", "Show all that is known about a run."),
-        "report": ("launcher.cli.report", "Draw what happened in a run."),
-        "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
-        "metrics": ("launcher.cli.metrics", "Serve the metrics of all runs to Prometheus."),
-        "track": ("launcher.cli.track", "Write the curves of runs to experiment trackers."),
-        "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
+        "status": ("status", "Show where runs stand."),
+        "list": ("status", "List all runs of a folder."),
+        "watch": ("watch", "Show a run's screen while it trains."),
+        "top": ("watch", "Show all runs of all users while they run."),
+        "logs": ("logs", "Show the logs of a run, over restarts and requeues."),
+        "describe": ("describe", "Show all that is known about a run."),
+        "report": ("report", "Draw what happened in a run."),
+        "cost": ("cost", "Print what GPU-hours were spent on, by cause."),
+        "metrics": ("metrics", "Serve the metrics of all runs to Prometheus."),
+        "track": ("track", "Write the curves of runs to experiment trackers."),
+        "notify": ("notify", "Tell a webhook what happens to runs."),
     },
     "Fix": {
-        "why": ("launcher.cli.doctor", "Say why a run waits, or what failed first."),
-        "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
-        "runbook": ("launcher.cli.doctor", "Print what to do about a failure, or a procedure."),
-        "stacks": ("launcher.cli.workers", "Show what the workers of a running job do now."),
-        "shell": ("launcher.cli.workers", "Open a shell on the node of a running worker."),
+        "why": ("doctor", "Say why a run waits, or what failed first."),
+        "doctor": ("doctor", "Diagnose logs: what failed first, and what to do."),
+        "runbook": ("doctor", "Print what to do about a failure, or a procedure."),
+        "stacks": ("workers", "Show what the workers of a running job do now."),
+        "shell": ("workers", "Open a shell on the node of a running worker."),
     },
     "Fleet": {
-        "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
-        "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
-        "drain": ("launcher.cli.nodes", "Let jobs leave nodes or a rack at a step boundary."),
+        "preflight": ("preflight", "Check that every node is fit for a job."),
+        "nodes": ("nodes", "Show and change which machines jobs are kept off."),
+        "drain": ("nodes", "Let jobs leave nodes or a rack at a step boundary."),
     },
-    "Checkpoints": {
-        "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints.")
-    },
+    "Checkpoints": {"checkpoint": ("checkpoint", "List, verify, export and import checkpoints.")},
 }
-"""Command -> module and one line of help. The function is named like it, or `list_`."""
+"""Command -> module of launcher.cli, one line of help. The function has its name, or `list_`."""
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
-INTERNAL: Final = {"batch": "launcher.cli.scripts", "forwarded": "launcher.cli.forwarded"}
+INTERNAL: Final = {"batch": "scripts", "forwarded": "forwarded"}
 """What wrapped scripts, and Holdfast on another machine, call: in no list."""
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
@@ -86,16 +84,16 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return one command, or None where there is none of this name."""
         del ctx
-        path = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
-        if not path:
+        name = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
+        if not name:
             return None
         try:
-            module = importlib.import_module(path)
+            module = importlib.import_module(f"launcher.cli.{name}")
         except ModuleNotFoundError as error:
             # A part that was left out breaks its own command only.
             raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
         command = getattr(module, cmd_name, None) or getattr(module, f"{cmd_name}_")
-        assert isinstance(command, click.Command), f"{path}.{cmd_name} is not a command"
+        assert isinstance(command, click.Command), f"{name}.{cmd_name} is not a command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

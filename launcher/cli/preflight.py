@@ -28,7 +28,6 @@ from launcher.spec.errors import UserError
 if TYPE_CHECKING:
     from launcher.fleet.preflight.checks import Expected, NodeReport
     from launcher.fleet.preflight.nodes import NodeSelection
-    from launcher.record.fleet import Entry
 
 EPILOG = """\b
 Examples:
@@ -92,6 +91,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
+    from launcher.fleet.ledger import fleet_at
+    from launcher.fleet.nodes import note_failed, note_moved
     from launcher.fleet.preflight.checks import Expected
     from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 
@@ -115,7 +116,10 @@ def preflight(  # noqa: PLR0917  click passes options by name
     reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
     if collectives:
         reports = round_.collectives(reports)
-    out = _noted(fleet, reports) if target == "slurm" else []
+    out = []
+    if target == "slurm":
+        ledger, now = fleet_at(fleet), time.time()
+        out = [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
     failed = [report for report in reports if report.level == "fail"]
     if not failed:
         round_.tidy()
@@ -136,15 +140,6 @@ _FOLLOWS = {
     "out": "later jobs are kept off it; see holdfast nodes release",
     "strike": "has a strike that came with this GPU; see holdfast nodes history",
 }
-
-
-def _noted(place: str, reports: Sequence[NodeReport]) -> list[Entry]:
-    """Write what was found into the fleet's ledger."""
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import note_failed, note_moved
-
-    ledger, now = fleet_at(place), time.time()
-    return [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
 
 
 def _asked(

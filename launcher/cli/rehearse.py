@@ -23,7 +23,7 @@ from launcher.cli.common import (
     say,
     set_option,
 )
-from launcher.cli.terminal import print_table
+from launcher.cli.terminal import coloured, print_table
 
 if TYPE_CHECKING:
     from launcher.local.rehearsal.verdicts import RowVerdict
@@ -101,7 +101,8 @@ def rehearse(
         found = [row.to_dict() for row in rows]
         print_json({"ok": ok, "scaled": list(changes), "failures": found, "folder": kept})
     else:
-        _print_table(rows)
+        cells = [(row.failing, coloured(row.level, _COLOURS), row.text) for row in rows]
+        print_table(("failure", "result", "what"), cells)
         click.echo(_closing(rows, place, ok=ok))
     return EXIT_DONE if ok else EXIT_FAILED
 
@@ -117,10 +118,3 @@ def _closing(rows: Sequence[RowVerdict], place: Path, *, ok: bool) -> str:
         return f"nothing was rehearsed: none of these can be shown here; the runs are in {place}"
     rehearsed = [row for row in rows if row.level != "not here"]
     return f"{counted(len(rehearsed), 'failure')} survived"
-
-
-def _print_table(rows: Sequence[RowVerdict]) -> None:
-    from rich.text import Text
-
-    cells = [(row.failing, Text(row.level, _COLOURS.get(row.level, "")), row.text) for row in rows]
-    print_table(("failure", "result", "what"), cells)

@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from launcher.cli.common import json_option, print_json, runs_option
-from launcher.cli.terminal import print_table
+from launcher.cli.terminal import coloured, print_table
 from launcher.platforms.base import JobState
 from launcher.runs.runs import find_run, find_runs
 from launcher.runs.watching.findings import when
@@ -98,8 +98,7 @@ def print_runs(found: Sequence[RunStatus], now_unix: float, *, empty: str) -> No
 
 def _run_cells(each: RunStatus, now_unix: float) -> list[str | Text]:
     state, now = each.state, each.training
-    shown = Text(str(state), _STATE_COLOURS.get(state, ""))
-    row = [_run_name(each.run.path), each.job.id or "-", shown]
+    row = [_run_name(each.run.path), each.job.id or "-", coloured(state, _STATE_COLOURS)]
     if now is None or now.last_unix is None:
         start = each.platform.expected_start
         return [*row, "", "", "", "", "" if start is None else f"starts {when(start, now_unix)}"]

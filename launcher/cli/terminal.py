@@ -7,7 +7,7 @@ import re
 import select
 import termios
 import tty
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -72,6 +72,13 @@ def wide_console() -> Console:
     if not console.is_terminal:
         console.width = 10_000
     return console
+
+
+def coloured(word: object, colours: Mapping[Any, str], default: str = "") -> Text:
+    """Return a word in its colour, for a cell of a table."""
+    from rich.text import Text
+
+    return Text(str(word), colours.get(word, default))
 
 
 def print_table(

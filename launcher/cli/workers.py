@@ -6,19 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, run_argument
 from launcher.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import RemoteExec
-    from launcher.runs.watching.remote_exec import RunningJob
-
 
 STACKS_EPILOG = """\b
 Examples:
@@ -82,27 +76,8 @@ def shell(
     In the job's container where it has one. HOLDFAST_RUN_DIR is set, and with --rank the
     worker's process id is HOLDFAST_WORKER_PID. The exit code is the shell's.
     """
-    found = _wanted(run, runs, rank, node)
-    if found.running.remote is not None:
-        return _through(found, found.running.remote, command)
-    argv, env = _terminal(found, command)
-    sys.stdout.flush()
-    os.execve(argv[0], argv, env)  # noqa: S606  its terminal is ours from here on
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """Where a shell is wanted, and what it is to know."""
-
-    running: RunningJob
-    node: str
-    variables: dict[str, str]
-
-
-def _wanted(run: str, runs: Path, rank: int | None, node: str | None) -> _Wanted:
     from launcher.runs.runs import find_run
-    from launcher.runs.watching.remote_exec import running_job, worker_of
+    from launcher.runs.watching.remote_exec import running_job, step, worker_of
 
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
@@ -115,29 +90,19 @@ def _wanted(run: str, runs: Path, rank: int | None, node: str | None) -> _Wanted
     if running.target != "local" and node not in running.nodes:
         listed = ", ".join(running.nodes[:8])
         raise UserError("HF662", f"{node} is not a node of the job now; it has {listed}")
-    return _Wanted(running=running, node=node, variables=variables)
-
-
-def _through(found: _Wanted, remote: RemoteExec, command: Sequence[str]) -> int:
-    """Open the shell through the platform; return its exit code."""
-    given = [f"{name}={value}" for name, value in found.variables.items()]
-    # Images need not have bash.
-    shell = ["sh", "-c", "command -v bash >/dev/null && exec bash -i; exec sh -i"]
-    argv = ["env", *given, *(command or shell)]
-    return remote.terminal_on(found.running.job, found.node, argv)
-
-
-def _terminal(found: _Wanted, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command line, its program as a whole path, and the environment."""
-    from launcher.runs.watching.remote_exec import step
-
-    running = found.running
-    env = {**running.env, **found.variables}
+    if running.remote is not None:
+        # Images need not have bash.
+        shell = ["sh", "-c", "command -v bash >/dev/null && exec bash -i; exec sh -i"]
+        given = [f"{name}={value}" for name, value in variables.items()]
+        return running.remote.terminal_on(running.job, node, ["env", *given, *(command or shell)])
     if running.target == "slurm":
-        argv = step(running, [found.node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
+        argv = step(running, [node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
     else:
         argv = list(command) or [os.environ.get("SHELL", "sh")]
     program = shutil.which(argv[0])
     if program is None:
         raise UserError("HF650", f"{argv[0]} is not installed here, or not on the PATH")
-    return [program, *argv[1:]], env
+    sys.stdout.flush()
+    env = {**running.env, **variables}
+    os.execve(program, [program, *argv[1:]], env)  # noqa: S606  its terminal is ours from here on
+    return None

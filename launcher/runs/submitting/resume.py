@@ -172,12 +172,7 @@ def _home(run: StoredRun) -> Path:
 
 
 def _answer(
-    runs: Sequence[StoredRun],
-    backend: Backend,
-    files: Bundle,
-    *,
-    all_nodes: bool,
-    force: bool,
+    runs: Sequence[StoredRun], backend: Backend, files: Bundle, *, all_nodes: bool, force: bool
 ) -> Admission:
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
     ledger = None
@@ -343,12 +338,7 @@ def _revision(frozen: Frozen) -> str:
     return frozen.revision[:12] + ("+" if frozen.dirty else "")
 
 
-def _submit_again(
-    runs: Sequence[StoredRun],
-    backend: Backend,
-    *,
-    without: Sequence[str],
-) -> JobRef:
+def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Sequence[str]) -> JobRef:
     """Submit the bundle of the runs once more; when that fails, all stay as they are."""
     stopped = [run for run in runs if stop_request.asked(run.path)]
     for run in stopped:

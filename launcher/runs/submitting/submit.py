@@ -26,13 +26,7 @@ from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import refuse_foreign
 from launcher.runs.fetching import fetch_running
-from launcher.runs.runs import (
-    SWEEP,
-    StoredRun,
-    current_job,
-    find_runs,
-    note_submitted,
-)
+from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, record_environment
 from launcher.runs.submitting.freeze import (
@@ -163,11 +157,7 @@ def prepare(
 
 
 def submit(
-    prepared: PreparedSubmission,
-    backend: Backend,
-    *,
-    all_nodes: bool = False,
-    force: bool = False,
+    prepared: PreparedSubmission, backend: Backend, *, all_nodes: bool = False, force: bool = False
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 

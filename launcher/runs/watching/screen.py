@@ -41,7 +41,7 @@ class Known:
     status: TrainingStatus
     picture: Picture
     events: Sequence[str] = ()
-    """The newest lines about events, the newest last."""
+    """Newest last."""
     platform: str = ""
     """What the platform says of the job."""
     warnings: Sequence[str] = ()
