@@ -168,7 +168,7 @@ def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
     """Return a run by its path, its name in `folder` or the beginning of it, or its job's id.
 
     Raises:
-        UserError: HF613 there is none; HF651 several; HF206 its platform is not known here.
+        UserError: HF613 no run has this name; HF651 several have; HF206 its platform is unknown.
     """
     from launcher.runs.runs import find_run
 

@@ -55,7 +55,7 @@ def checkpoint() -> None:
 
 
 _LINES_EVERY_S = 5.0
-"""Between two lines of progress where there is no terminal."""
+"""Between lines of progress without a terminal."""
 _WIDE = 110
 """Columns from which on the list shows the directories too."""
 _OTHERS = {
@@ -179,7 +179,7 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
 
 
 def _verified(found: RunCheckpoints, commits: Sequence[Commit]) -> list[dict[str, Any]]:
-    """Return what was found of each; those that the run has retired meanwhile are left out."""
+    """Return what was found; checkpoints that the run has retired meanwhile are left out."""
     results = []
     with _progress("verify") as report:
         total = sum(found.size_bytes(commit) for commit in commits)
@@ -232,7 +232,7 @@ def _lines(what: str, mono: Callable[[], float]) -> Callable[[int, int], None]:
 
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the list: what fits 80 columns, and the directories where there is room."""
+    """Print the list: what fits 80 columns, and the directories if they fit."""
     wide = wide_console().width >= _WIDE
     numbers = ("step", "epoch", "ranks", "samples", "size")
     names = ("step", "epoch", "saved", "layout", *numbers[2:], *(("directory",) if wide else ()))

@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class AsGiven(click.Command):
-    """A command of options of its own, then words as they are: click drops their first `--`."""
+    """A command with options before words that stay as they are: click drops their first `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the options, each with its value after `=`, then the words."""
@@ -43,9 +43,8 @@ class AsGiven(click.Command):
         return []
 
 
-def job_argument(function: _Function) -> _Function:
-    """Add the argument JOB: path of a job file."""
-    return click.argument("job", type=click.Path(path_type=str))(function)
+job_argument = click.argument("job", type=click.Path(path_type=str))
+"""Adds the argument JOB: path of a job file."""
 
 
 TARGETS_HELP: Final = (
@@ -63,15 +62,14 @@ def target_option(text: str) -> Callable[[_Function], _Function]:
     return click.option("--to", "target", metavar="TARGET", help=text)
 
 
-def set_option(function: _Function) -> _Function:
-    """Add `--set KEY=VALUE`, repeatable, as `sets`."""
-    return click.option(
-        "--set",
-        "sets",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a value, as train.steps=50. Repeatable.",
-    )(function)
+set_option = click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a value, as train.steps=50. Repeatable.",
+)
+"""Adds `--set`, as `sets`."""
 
 
 def site_option(function: _Function) -> _Function:

@@ -43,7 +43,7 @@ Sections = dict[str, dict[str, Any] | list[str]]
 
 
 def describe_run(run: StoredRun, *, now_unix: float) -> Sections:
-    """Return titles and what there is to say under each; what is not there is left out.
+    """Return titles and what is known under each; empty sections are left out.
 
     Raises:
         UserError: HF613 its job.json cannot be read.

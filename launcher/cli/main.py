@@ -65,7 +65,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
 """Command -> module of launcher.cli, one line of help. The function has its name, or `list_`."""
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
 INTERNAL: Final = {"batch": "scripts", "forwarded": "forwarded"}
-"""What wrapped scripts, and Holdfast on another machine, call: in no list."""
+"""Wrapped scripts, and Holdfast on another machine, call them; no list has them."""
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
 """Set by a shell that completes a command line, or wants the script that does."""
@@ -82,7 +82,7 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one command, or None where there is none of this name."""
+        """Return one command, or None where the name is unknown."""
         del ctx
         name = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
         if not name:
@@ -131,7 +131,7 @@ class LazyGroup(click.Group):
 
 
 def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    """Print the version of the distribution, or of the checkout where there is none."""
+    """Print the version of the distribution, or the checkout."""
     if not wanted or ctx.resilient_parsing:
         return
     from launcher.platforms.installed import installed_version
@@ -199,7 +199,7 @@ def main() -> None:
 
         sys.exit(shell_complete(cli, {}, "holdfast", COMPLETE, instruction))
     for name in ("stdout", "stderr"):
-        # There is none where the caller has closed it, as cron and daemons do.
+        # The caller may have closed it, as cron and daemons do.
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PTH123
         setattr(sys, name, VisibleStream(stream))
     try:

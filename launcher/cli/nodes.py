@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from launcher.record.fleet import Entry
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 NODES_EPILOG = """\b
 Examples:
   holdfast nodes list
@@ -32,23 +30,17 @@ Examples:
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def fleet_option(function: _Function) -> _Function:
-    """Add `--fleet PLACE`, as `fleet`: where the ledger lies."""
-    return click.option(
-        "--fleet",
-        metavar="PLACE",
-        default="runs/fleet",
-        show_default=True,
-        help="The fleet's ledger, as cluster.fleet of the jobs: a folder, or "
-        "kubernetes://NAMESPACE/NAME.",
-    )(function)
-
-
-def to_option(function: _Function) -> _Function:
-    """Add `--to TARGET`, as `target`: the platform whose machines are meant."""
-    return click.option(
-        "--to", "target", metavar="TARGET", default="slurm", show_default=True, help="The platform."
-    )(function)
+fleet_option = click.option(
+    "--fleet",
+    metavar="PLACE",
+    default="runs/fleet",
+    show_default=True,
+    help="The fleet's ledger, as cluster.fleet of the jobs: a folder, or "
+    "kubernetes://NAMESPACE/NAME.",
+)
+to_option = click.option(
+    "--to", "target", metavar="TARGET", default="slurm", show_default=True, help="The platform."
+)
 
 
 @click.group("nodes", epilog=NODES_EPILOG)

@@ -78,7 +78,7 @@ def _address(file: Path | None) -> str:
     """Return the webhook's address.
 
     Raises:
-        UserError: HF697 there is none.
+        UserError: HF697 it is not given.
     """
     if file is None:
         if address := os.environ.get(_VARIABLE, "").strip():
@@ -95,7 +95,7 @@ def _address(file: Path | None) -> str:
 
 
 ANSWER_S: Final = 10.0
-"""For the webhook to answer."""
+"""The webhook has so long to answer."""
 TRY_S: Final = 20.0
 """So long a notice is tried; then the runs are read again."""
 MOST_WAITING: Final = 1000
@@ -155,7 +155,7 @@ class Webhook:
         self._waiting: deque[Notice] = deque(maxlen=MOST_WAITING)
 
     def post(self, notices: Collection[Notice]) -> None:
-        """Post `notices`, after those that could not be posted before."""
+        """Post `notices`, after the ones that are still waiting."""
         self._waiting.extend(notices)
         while self._waiting:
             notice = self._waiting[0]

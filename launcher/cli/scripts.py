@@ -265,7 +265,7 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
     try:
         _keep(run_dir, files)
     except (OSError, ValueError) as error:
-        # The pod's main process finds the same, waits, and has the pod made anew.
+        # The pod's main process finds the same, waits, and has the pod made again.
         click.echo(f"holdfast: {run_dir}: {error}", err=True)
     sys.stderr.flush()
     words = [sys.executable, "-P", "-m", "launcher.node", "pod", str(run_dir)]
@@ -284,7 +284,7 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         path = run_dir / name
-        # A job that was made anew under its name may have other arguments.
+        # A job that was made again under its name may have other arguments.
         if not path.is_file() or (
             path.read_text(encoding="utf-8") != text
             and live_lease(run_dir, lambda _: False) is None

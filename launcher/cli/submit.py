@@ -73,7 +73,7 @@ Examples:
     help="Resume a run, or the unfinished runs of a sweep, from the newest checkpoint. "
     "--set may change what it asks of its platform, as kubernetes.image or slurm.time.",
 )
-@click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
+@click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment again.")
 @click.option(
     "--all-nodes",
     is_flag=True,

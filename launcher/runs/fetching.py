@@ -1,6 +1,6 @@
 """Brings a run's files from where its nodes write them, before anything reads them here.
 
-On platforms that share storage with this machine there is nothing to do.
+Platforms that share storage with this machine do nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fetcher:
     backend: Backend
     say: Callable[[str], None]
     trouble: str = ""
-    """Of the newest time; empty: they have come."""
+    """Why the files did not come the last time."""
 
     def fetch(self, job: JobRef) -> None:
         """Bring what is new."""

@@ -40,7 +40,7 @@ from launcher.spec.errors import UserError, Where, writing
 
 JOB_JSON = "job.json"
 AGENTS_SCRIPT = "agents.sh"
-"""Of a wrapped batch script: what it reads in place of its srun."""
+"""A wrapped batch script reads it in place of its srun."""
 RENDERED = "job.rendered.json"
 """job.json as rendered; job.json itself is narrowed to the nodes of the attempt."""
 
@@ -186,9 +186,7 @@ def read_training(run_dir: Path) -> TrainingStatus:
 
 
 def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:
-    """Return `config` with the rungs that `num_nodes` nodes can run.
-
-    So the first epoch does not wait for nodes that will never come.
+    """Return `config` with the rungs that `num_nodes` nodes can run: no epoch waits for more.
 
     Raises:
         UserError: HF614 no rung is small enough.
@@ -267,7 +265,7 @@ def check_group(name: str) -> int:
     """Return the id of group `name`, to which this user can give files.
 
     Raises:
-        UserError: HF643 there is none, or the user is not in it.
+        UserError: HF643 it does not exist, or the user is not in it.
     """
     where = Where(key="slurm.group")
     try:
@@ -285,10 +283,7 @@ def check_group(name: str) -> int:
 
 @contextmanager
 def umask(text: str | None) -> Iterator[None]:
-    """Write files under umask `text`, octal digits, for a while; None: as it is.
-
-    For a program's main thread: the umask is that of the whole process.
-    """
+    """Write files meanwhile under umask `text`, octal digits, in the whole process."""
     if text is None:
         yield
         return
@@ -300,20 +295,20 @@ def umask(text: str | None) -> Iterator[None]:
 
 
 def umask_of(run_dir: Path) -> str:
-    """Return the umask that a run directory was made under, to continue with it in the same way."""
+    """Return the umask that a run directory was made under."""
     return f"{0o777 & ~stat.S_IMODE(run_dir.stat().st_mode):04o}"
 
 
 def check_run_dir(run_dir: Path) -> None:
     """See that only this user, and the groups it is shared with, can change a run directory.
 
-    Who can write into it, or can put another in its place, runs code as this user. A folder above
-    it in which others may write must have the sticky bit, as /tmp has.
+    Whoever can write into it or replace it runs code as this user. A folder above it that others
+    may write must have the sticky bit, as /tmp has.
 
     Raises:
         UserError: HF616 others can; nothing was changed.
     """
-    fix = "use a --run-dir of your own"
+    fix = "use another --run-dir"
     if run_dir.exists():
         found = run_dir.stat()
         if found.st_uid != os.geteuid():

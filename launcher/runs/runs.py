@@ -20,13 +20,9 @@ from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
 from launcher.spec.errors import UserError, writing
 
 SUBMITTED = "submitted.json"
-"""What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
+"""Written once the platform has taken the job, replaced by `submit --resume`."""
 SWEEP = "sweep.json"
-"""In the folder of a sweep: its tasks' values. The runs are the folders 0, 1, … beside it."""
-
-
-_MAX_ID_BYTES: Final = 64
-"""Of a job's id."""
+"""A sweep's tasks and their values; the runs are the folders 0, 1, … beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +140,7 @@ def _former(path: Path) -> list[dict[str, Any]]:
 
 
 def submit_times(run_dir: Path) -> list[float]:
-    """Return when each submission of `run_dir` was made, unix seconds; what is unknown is not."""
+    """Return the known times of submissions, unix seconds."""
     path = run_dir / SUBMITTED
     submissions = [read_json(path), *_former(path)]
     times = [each.get("submit_time") for each in submissions if isinstance(each, dict)]
@@ -156,10 +152,10 @@ def find_run(name: str, folder: Path) -> StoredRun:
 
     Args:
         name: as the user wrote it; the beginning of a name is enough where only one has it.
-        folder: where runs lie, `./runs`.
+        folder: of runs, `./runs`.
 
     Raises:
-        UserError: HF613 there is none; HF651 several.
+        UserError: HF613 no run has this name; HF651 several have.
     """
     for path in (Path(name), folder / name):
         if is_run(path):
@@ -243,10 +239,7 @@ def is_run(path: Path) -> bool:
 
 
 def current_job(run: StoredRun) -> JobRef:
-    """Return the job that carries `run` now, or carried it last.
-
-    A successor carries it once the job before it has ended.
-    """
+    """Return the job that carries `run`: a successor does once the job before it has ended."""
     attempts = run.path / "attempts"
     job, *after = jobs_of(run)
     for successor in after:
@@ -258,10 +251,10 @@ def current_job(run: StoredRun) -> JobRef:
 
 
 def jobs_of(run: StoredRun) -> list[JobRef]:
-    """Return the job of the newest submission and those that follow it in a chain, in order.
+    """Return the job of the newest submission and its successors in a chain, in order.
 
-    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
-    soon as it begins itself.
+    With `slurm.restart: chain` a job that begins names its successor in
+    RUN/attempts/<job>.<restart>/next.
     """
     if run.submission is None:
         return [JobRef(id=JobId(""), run_dir=str(run.path))]
@@ -275,7 +268,7 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
     for path in (run_dir / "attempts").glob("*/next"):
         try:
-            text = read_regular(path, _MAX_ID_BYTES).decode("ascii").strip()
+            text = read_regular(path, 64).decode("ascii").strip()
         except (OSError, ValueError):
             continue  # being written
         if text.isdigit():
@@ -287,10 +280,9 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
 
 
 def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
-    """Return the job of the newest attempt, where the batch script was submitted by hand.
+    """Return the newest attempt's job, if the batch script was submitted by hand.
 
-    `known` is what `submit` has noted; None is returned where the newest attempt is that job's, or
-    one of its successors'.
+    `known`, which `submit` has noted, and its successors were not.
     """
     newest, begun = 0.0, Path()
     for path in (run_dir / "attempts").glob("*/begin.json"):

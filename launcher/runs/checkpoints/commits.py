@@ -34,7 +34,7 @@ from launcher.spec.errors import UserError
 __all__ = ["Commit", "Reference", "RetiredError", "RunCheckpoints", "refuse_foreign"]
 
 _MAX_DIGITS = 18
-"""Of a step; more is a name."""
+"""A step has no more; a longer number is a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RunCheckpoints:
         """Return the checkpoint of `step`, or the newest.
 
         Raises:
-            UserError: HF630 there is none.
+            UserError: HF630 the run does not have it.
         """
         if not self.commits:
             raise UserError(
@@ -276,7 +276,7 @@ def refuse_foreign(config: TrainConfig) -> None:
         raise UserError(
             "HF207",
             f"checkpoint.dir: {directory} has checkpoints of another run already ({found[-1]}), "
-            "which this one would remove; give it a folder of its own, as in "
+            "which this one would remove; use another folder, as in "
             f"--set checkpoint.dir={directory / config.run_id}",
         )
 

@@ -52,7 +52,7 @@ _STYLE: Final[dict[str, Any]] = {
     "axes.axisbelow": True,
 }
 _MARKS_APART: Final = 0.022
-"""Marks that are closer than this part of the axis stand in two rows."""
+"""Closer marks, as a part of the axis, are in two rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Chart:
 
 
 def charts_of(data: ReportData) -> list[Chart]:
-    """Return the charts that there is something to draw in, the loss first."""
+    """Return the charts that are not empty, the loss first."""
     charts = [Chart("Loss, with layouts and failures", 4.4, _draw_loss)]
     if data.extra:
         charts.append(Chart("Relative distance to the other runs", 3.0, _draw_distance))
@@ -270,7 +270,7 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
-    """Draw the legend below the axes, in as many columns as there is room for."""
+    """Draw the legend below the axes, in as many columns as fit."""
     longest = max(map(len, legend), default=0)
     columns = max(1, int((WIDTH_IN - 1) / (0.5 + 0.065 * longest)))
     figure.legend(

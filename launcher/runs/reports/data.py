@@ -1,4 +1,4 @@
-"""What a report shows, folded from a run's record and ledger; its summary, and the file of it."""
+"""Folds a run's record and ledger into its summary, its cost and what a report shows."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def kind_text(failure: Mapping[str, Any]) -> str:
 
 
 def seconds_or_dash(value: float | None) -> str:
-    """Return seconds for people; a dash where there is no number."""
+    """Return seconds for people; a dash for None."""
     return "-" if value is None else f"{value:.2f} s"
 
 
@@ -200,7 +200,7 @@ def grouped(found: Sequence[RunCost], by: str, *, since: str = "") -> dict[str, 
 
 
 def current_summary(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Return the summary of a run as it stands now, and the events it was made from.
+    """Return the summary of a run as of now, and the events it was made from.
 
     Raises:
         UserError: HF613 not a run directory, or nothing has happened in it yet.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GOODPUT_S: Final = 3600.0
 """Window of the goodput."""
 _MOST_BYTES: Final = 4 << 20
-"""Of one run's list of agents: 16,384 take less than 1 MB."""
+"""A run's list of agents: 16,384 take less than 1 MB."""
 FORGET_S: Final = 6 * 3600.0
 """After its end a run's series stay so long: an alert has seen them."""
 
@@ -73,7 +73,7 @@ class RunsCollector:
         self._runs: dict[Path, _Followed] = {}
         self._lock = threading.Lock()
         self.problems: list[str] = []
-        """Of the newest poll: what could not be read."""
+        """What the newest poll could not read."""
 
     def poll(self) -> None:
         """Read what is new. Runs that cannot be read are left out and told in `problems`."""

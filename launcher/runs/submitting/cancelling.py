@@ -29,7 +29,7 @@ _SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), (MANIFESTS, "terminationGrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled:
-    """What became of it."""
+    """The outcome."""
 
     status: JobStatus
     saved_step: int | None

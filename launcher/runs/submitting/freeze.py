@@ -83,11 +83,11 @@ class CodeSource:
     branch: str | None = None
     """None: no repository, or detached."""
     dirty: bool | None = None
-    """The files are not those of the revision; None: git had nothing to say."""
+    """The files are not those of the revision; None: git does not say."""
     num_files: int
     size_bytes: int
     num_untracked: int = 0
-    """Files that git neither tracks nor ignores, without those of submodules."""
+    """Files that git neither tracks nor ignores, without submodules'."""
     exclude: tuple[str, ...]
     include: tuple[str, ...]
     max_mib: int
@@ -300,7 +300,7 @@ def list_code(source: Path, code: Code, *, skip: Sequence[Path] = ()) -> CodeFil
         skip: folders to leave out: the run directory, checkpoints.
 
     Raises:
-        UserError: HF201 there is no such folder; HF202 it cannot be read; HF640 too large.
+        UserError: HF201 the folder does not exist; HF202 it cannot be read; HF640 too large.
     """
     folder, where = source.resolve(), Where(key="code.dir")
     if not folder.is_dir():
@@ -406,7 +406,7 @@ def _check_size(folder: Path, sizes: Mapping[str, int], max_mib: int) -> None:
     raise UserError(
         "HF640",
         f"{folder} holds {show(tops.total())}, more than {limit}; the most is in {largest}: leave "
-        "out what is no code with code.exclude, or name a smaller folder",
+        "out what is not code with code.exclude, or name a smaller folder",
         where=Where(key="code.dir"),
     )
 

@@ -60,7 +60,7 @@ _OWN: Final = frozenset({"run_id", "version", "start_from"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What came of `submit --resume`; every run is in one of the three lists."""
+    """The outcome of `submit --resume`; every run is in one of three lists."""
 
     job: JobRef | None = None
     """What was submitted: the run's job, a sweep's array; None: everything is done or live."""
@@ -207,12 +207,12 @@ def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Resubmission:
-    """A run's bundle with other wishes to its platform."""
+    """A run's bundle that asks something else of its platform."""
 
     files: Bundle
-    """What changes; a job.json is not among them."""
+    """They change; job.json does not."""
     image: str | None
-    """Of its pods; None: it has none."""
+    """None: it has no pods."""
     sets: tuple[str, ...]
 
 
@@ -265,12 +265,12 @@ def _job_file(run_dir: Path) -> tuple[Path, Path]:
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         if first.startswith(HEAD):
             return path, Path(first.removeprefix(HEAD))
-    raise UserError("HF613", f"{run_dir} has no job file of its own; resume it without --set")
+    raise UserError("HF613", f"{run_dir} has no job file; resume it without --set")
 
 
 @contextmanager
 def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
-    """Write what is asked anew, and yield what changes of the environment; undone on failure."""
+    """Write what is asked, and yield what changes; undone on failure."""
     if asked is None:
         yield []
         return
@@ -367,10 +367,10 @@ def _bundle(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """What came of it."""
+    """The outcome of `restart`."""
 
     job: JobRef | None
-    """Of the next start; None: there is none, for the run is done, or has not saved in time."""
+    """The next start; None: the run is done, or has not saved in time."""
     requeued: bool
     """The same job was put back into the queue; else it was submitted again."""
     saved_step: int | None

@@ -54,7 +54,7 @@ class Finding:
     kind: FindingKind
     text: str
     how_to_fix: str = ""
-    """Empty: there is nothing to do, the run recovers by itself."""
+    """Empty: the run recovers by itself."""
 
     def __str__(self) -> str:
         """Return it for people."""

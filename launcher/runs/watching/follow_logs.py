@@ -167,7 +167,7 @@ class LogReader:
             found.append(Line(file.label, text, own or arrived or file.t_unix))
         wanted, latest = [], t_unix
         for line, own in zip(reversed(found), reversed(owns), strict=True):
-            latest = own or latest  # what stands before a line was written before it
+            latest = own or latest  # earlier lines were written before
             if self._only.wants(line, latest):
                 wanted.append(line)
         return wanted[::-1]
@@ -247,7 +247,7 @@ def _read(path: str, file: _File, *, last: bool) -> tuple[float, list[str]]:
     try:
         with open_regular(Path(path)) as opened:
             info = os.fstat(opened.fileno())
-            if info.st_size < file.offset:  # it was cut, or begun anew
+            if info.st_size < file.offset:  # it was cut, or begun again
                 file.offset, file.rest = 0, b""
             opened.seek(file.offset)
             data = b"".join(iter(lambda: opened.read(_CHUNK_BYTES), b""))

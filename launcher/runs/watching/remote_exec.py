@@ -42,7 +42,7 @@ class StepStart:
     """How the submitted script starts the nodes' processes."""
 
     python: str
-    """Interpreter with holdfast, in the container where there is one."""
+    """Interpreter with holdfast, in the container if the job has one."""
     options: tuple[str, ...] = ()
     """Of srun, for the container (pyxis)."""
     prefix: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def read_script(text: str) -> StepStart:
     """Return what a rendered script says. Pure.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is another script.
     """
     python = re.search(r"^hf_python=(.*)$", text, re.MULTILINE)
     step = re.search(r"^ *srun (?:.*\\\n)*.*&$", text, re.MULTILINE)
@@ -154,7 +154,7 @@ def worker_of(run_dir: Path, rank: int) -> Worker:
     """Return the worker of one rank.
 
     Raises:
-        UserError: HF662 there is none now.
+        UserError: HF662 it does not run now.
     """
     workers = workers_of(run_dir)
     if rank not in workers:
@@ -199,7 +199,7 @@ class WorkerStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """Of all workers that were asked."""
+    """The stacks of all workers that were asked."""
 
     found: tuple[WorkerStack, ...] = ()
     silent: dict[int, str] = field(default_factory=dict)

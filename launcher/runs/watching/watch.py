@@ -41,7 +41,7 @@ from launcher.runs.watching.screen import Known, View
 from launcher.spec.errors import PlatformError
 
 _MISSING = 3
-"""After so many answers in a row that there is no such job the platform has forgotten it."""
+"""A platform that answers so often that it has no such job has forgotten it."""
 _MOST_FAILED_STARTS = 10
 """A job that is started again without limit is cancelled after so many failed containers in a row
 on each node."""
