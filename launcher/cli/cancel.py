@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from launcher.api import open_run
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, run_argument, say
 
 CANCEL_EPILOG = """\b
@@ -26,8 +27,6 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     cancelled anyway, and the newest checkpoint counts. Exit code 1: --save left no newer state
     on storage.
     """
-    from launcher.api import open_run
-
     found = open_run(run, runs)
     result = found.cancel(save=save, say=say)
     state = str(result.status.state)
@@ -78,8 +77,6 @@ def restart(*, run: str, runs: Path, as_json: bool) -> int:
     `slurm.restart: requeue`); elsewhere the job is cancelled with a save and submitted again.
     Exit code 1: it did not save within the time planned, and still runs.
     """
-    from launcher.api import open_run
-
     found = open_run(run, runs)
     result = found.restart(say=say)
     good = result.job is not None or result.done

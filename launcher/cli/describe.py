@@ -15,7 +15,7 @@ from launcher.platforms.base import Backend
 from launcher.platforms.targets import target_named
 from launcher.record.files import events_named
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.runs import ACTED, StoredRun
+from launcher.runs.runs import ACTED, StoredRun, find_run
 from launcher.runs.submitting.freeze import load_frozen
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses, target_of
 from launcher.spec.errors import PlatformError, UserError
@@ -26,8 +26,6 @@ from launcher.spec.errors import PlatformError, UserError
 @json_option
 def describe(*, run: str, runs: Path, as_json: bool) -> None:
     """Show all that is known about RUN: job, code, attempts, and what the platform keeps."""
-    from launcher.runs.runs import find_run
-
     sections = describe_run(find_run(run, runs), now_unix=time.time())
     if as_json:
         print_json(sections)

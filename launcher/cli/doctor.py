@@ -7,7 +7,11 @@ from pathlib import Path
 
 import click
 
+from launcher.api import open_run
 from launcher.cli.common import json_option, path_option, print_json, run_argument
+from launcher.doctor.doctor import diagnose
+from launcher.doctor.runbook import runbook_of
+from launcher.doctor.runbooks.pages import page, titles
 
 _runs_option = path_option(
     "--runs", default=Path("runs"), show_default=True, help="Folder with the runs."
@@ -22,8 +26,6 @@ def why(*, run: str, runs: Path, as_json: bool) -> None:
 
     For a failure: the first rank that failed by itself, the evidence in its log, how to fix it.
     """
-    from launcher.api import open_run
-
     found = open_run(run, runs)
     answer = found.why()
     if as_json:
@@ -50,8 +52,6 @@ def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> None:
     Reads a run, logs of any job (also kernel logs, output of sacct and kubectl), folders of them,
     torchelastic's error files and flight recorders' dumps. Give it the logs of all ranks.
     """
-    from launcher.doctor.doctor import diagnose
-
     found = diagnose(sources, runs, sys.stdin.buffer)
     if as_json:
         print_json(found.to_json())
@@ -87,9 +87,6 @@ Examples:
 @json_option
 def runbook(*, name: str | None, run: str | None, lists: bool, runs: Path, as_json: bool) -> None:
     """Print a runbook, as Markdown: by default that of RUN's failure, as the doctor sees it."""
-    from launcher.doctor.runbook import runbook_of
-    from launcher.doctor.runbooks.pages import page, titles
-
     if lists:
         if as_json:
             print_json(titles())

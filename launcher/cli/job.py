@@ -64,7 +64,6 @@ def check(
     from launcher.plan.search import plan as make_plan
     from launcher.plan.summary import plan_dict, summary_lines
     from launcher.platforms.targets import target_named
-    from launcher.runs.submitting.asking import live_problems
     from launcher.spec.reading import load_spec
 
     errors: list[Problem] = []
@@ -76,6 +75,8 @@ def check(
         name = target_on(site, target) or ("local" if spec.device == "cpu" else None)
         is_here = not target_named(name or "slurm").sees_other_paths
         if is_here and (name == "local" or target is not None or live):
+            from launcher.runs.submitting.asking import live_problems
+
             errors += live_problems(spec, spec.folder)
         # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
         shown = name or ("slurm" if spec.slurm_section is not None else "local")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from launcher.api import open_run
 from launcher.cli.common import run_argument
 from launcher.spec.errors import UserError
 
@@ -54,8 +55,6 @@ def logs(
     An event has its own time. A log line has the time it begins with, else the time of its
     arrival (with -f) or that of the line before. --since omits what is certainly older.
     """
-    from launcher.api import open_run
-
     found = open_run(run, runs)
     try:
         wanted = None if pattern is None else re.compile(pattern)

@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
+from launcher.fleet import drain as draining
+from launcher.fleet import nodes as ops
+from launcher.fleet.ledger import fleet_at
+from launcher.fleet.nodes import listed, machines_of
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.platforms.targets import target_named
 from launcher.spec.errors import PlatformError, UserError
 
 if TYPE_CHECKING:
@@ -58,9 +64,6 @@ def nodes() -> None:
 @json_option
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import listed
-
     machines, away = _machines(target)
     rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
     if as_json:
@@ -93,9 +96,6 @@ def exclude(
 
     `holdfast drain` lets running jobs leave as well.
     """
-    from launcher.fleet import nodes as ops
-    from launcher.fleet.ledger import fleet_at
-
     for_s = None if duration is None else seconds("--for", duration)
     names = _names(nodes)
     done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
@@ -125,9 +125,6 @@ def release(
     All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
     for what is held against that GPU alone, wherever it is.
     """
-    from launcher.fleet import nodes as ops
-    from launcher.fleet.ledger import fleet_at
-
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     place = Path("runs", ".preflight", stamp).absolute()
     check = partial(ops.checked, target=target, folder=place, gpus=gpus)
@@ -145,8 +142,6 @@ def release(
 @json_option
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
-    from launcher.fleet.ledger import fleet_at
-
     wanted = set(_names(nodes))
     found = fleet_at(fleet).entries()
     entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
@@ -155,9 +150,6 @@ def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
 
 def _machines(target: str) -> tuple[list[Machine], str]:
     """Return the platform's machines, and why it cannot be asked; empty: it can."""
-    from launcher.fleet.nodes import machines_of
-    from launcher.platforms.targets import target_named
-
     backend = machines_of(target_named(target).load_backend())
     try:
         return backend.machines(), ""
@@ -166,8 +158,6 @@ def _machines(target: str) -> tuple[list[Machine], str]:
 
 
 def _names(nodes: Sequence[str]) -> list[str]:
-    from launcher.platforms.slurm.parse import expand_nodes
-
     return list(dict.fromkeys(name for text in nodes for name in expand_nodes(text)))
 
 
@@ -226,15 +216,10 @@ def drain(
     switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
     code 1: something is left there after TIME; it is named, and the drain stays.
     """
-    from launcher.fleet import drain as ops
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import machines_of
-    from launcher.platforms.targets import target_named
-
     wait_s = seconds("--by", by)
     platform = machines_of(target_named(target).load_backend())
-    names = ops.named(nodes, platform.machines())
-    done = ops.drain(
+    names = draining.named(nodes, platform.machines())
+    done = draining.drain(
         platform,
         fleet_at(fleet),
         names,

@@ -23,7 +23,13 @@ from launcher.cli.common import (
 )
 from launcher.cli.nodes import fleet_option
 from launcher.cli.terminal import print_table
+from launcher.fleet.ledger import fleet_at
+from launcher.fleet.nodes import note_failed, note_moved
+from launcher.fleet.preflight.checks import Expected
+from launcher.fleet.preflight.nodes import NodeSelection, Preflight
+from launcher.render.local import checkpoint_dir, resolve
 from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
 
 if TYPE_CHECKING:
     from launcher.fleet.preflight.checks import Expected, NodeReport
@@ -91,11 +97,6 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import note_failed, note_moved
-    from launcher.fleet.preflight.checks import Expected
-    from launcher.fleet.preflight.nodes import NodeSelection, Preflight
-
     where, expected = _asked(
         job,
         sets,
@@ -155,9 +156,6 @@ def _asked(
         if sets:
             raise UserError("HF610", "--set changes a job; name one")
         return where, expected
-    from launcher.render.local import checkpoint_dir, resolve
-    from launcher.spec.reading import load_spec
-
     spec = load_spec(job, sets)
     if not given["gpus"]:
         count = spec.cluster.gpus_per_node if spec.device == "cuda" else 0

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 
 from elastic_trainer.plan.quantities import counted
+from launcher.api import Run, open_run
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -28,6 +30,15 @@ from launcher.cli.common import (
     target_option,
 )
 from launcher.cli.terminal import direct, for_programs
+from launcher.platforms.base import JobState
+from launcher.platforms.targets import target_named
+from launcher.record.event import named
+from launcher.runs.runs import find_sweep, runs_of_sweep
+from launcher.runs.submitting import submit as ops
+from launcher.runs.submitting.resume import resume as resume_runs
+from launcher.runs.watching.run_status import target_of
+from launcher.runs.watching.screen import LiveView, PlainView
+from launcher.runs.watching.watch import Watch
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -125,9 +136,6 @@ def submit(  # noqa: PLR0917  click passes options by name
         if resume is not None:
             how = {"upgrade": upgrade, "all_nodes": all_nodes, "force": force}
             return _resume(resume, sets, how, watch=watch, as_json=as_json)
-        from launcher.platforms.targets import target_named
-        from launcher.runs.submitting import submit as ops
-
         name = target_on(site, target) or "slurm"
         prepared = ops.prepare(
             str(job),
@@ -171,9 +179,6 @@ def _show_submitted(
 def _resume(
     name: str, sets: Sequence[str], how: Mapping[str, bool], *, watch: bool, as_json: bool
 ) -> int:
-    from launcher.api import open_run
-    from launcher.runs.runs import find_sweep
-
     if (folder := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
         _refuse_with("--resume of a sweep", {"--set": sets})
@@ -201,11 +206,6 @@ def _resume(
 
 
 def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> None:
-    from launcher.platforms.targets import target_named
-    from launcher.runs.runs import runs_of_sweep
-    from launcher.runs.submitting.resume import resume
-    from launcher.runs.watching.run_status import target_of
-
     runs = runs_of_sweep(folder)
     if not runs:
         raise UserError("HF613", f"{folder} has none of its runs any more; submit them again")
@@ -213,7 +213,9 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
     backend = target_named(target).load_backend()
     _say_ignored(backend)
     upgrade, all_nodes, force = how["upgrade"], how["all_nodes"], how["force"]
-    found = resume(runs, backend, sweep=True, upgrade=upgrade, all_nodes=all_nodes, force=force)
+    found = resume_runs(
+        runs, backend, sweep=True, upgrade=upgrade, all_nodes=all_nodes, force=force
+    )
     if as_json:
         print_json(
             {
@@ -245,9 +247,6 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
 
 def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
     """Say which nodes a submission does without, why, and how they come back."""
-    from launcher.platforms.targets import target_named
-    from launcher.record.event import named
-
     for each in nodes:
         click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
     if nodes:
@@ -284,13 +283,6 @@ def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
 
 def _watch(found: StoredRun, backend: Backend) -> int:
     """Show a run's progress until it has ended."""
-    from rich.console import Console
-
-    from launcher.api import Run
-    from launcher.platforms.base import JobState
-    from launcher.runs.watching.screen import LiveView, PlainView
-    from launcher.runs.watching.watch import Watch
-
     console = Console(file=direct(sys.stderr))
     view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:

@@ -15,6 +15,9 @@ import click
 
 from elastic_trainer.plan.config import TRACKERS
 from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, runs_option, say
+from launcher.runs.reports.tracking import TrackedRun
+from launcher.runs.run_dir import load
+from launcher.runs.runs import find_run, find_users_runs
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,8 +71,6 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
 
 
 def _paths(run: str | None, runs: Path) -> list[Path]:
-    from launcher.runs.runs import find_run, find_users_runs
-
     if run is not None:
         return [find_run(run, runs).path]
     found, _ = find_users_runs(runs)
@@ -82,9 +83,6 @@ def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> Tr
     Raises:
         UserError: HF613 it cannot be read; HF699 it was asked for and names no trackers.
     """
-    from launcher.runs.reports.tracking import TrackedRun
-    from launcher.runs.run_dir import load
-
     try:
         config = load(path)
     except UserError:

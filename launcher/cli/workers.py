@@ -12,6 +12,8 @@ from pathlib import Path
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, run_argument
+from launcher.runs.runs import find_run
+from launcher.runs.watching.remote_exec import running_job, step, take_stacks, worker_of
 from launcher.spec.errors import UserError
 
 STACKS_EPILOG = """\b
@@ -38,9 +40,6 @@ def stacks(*, run: str, runs: Path, ranks: Sequence[int], as_json: bool) -> int:
     Nothing is stopped. Uses py-spy where the nodes have it, and the workers' faulthandler.
     Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
     """
-    from launcher.runs.runs import find_run
-    from launcher.runs.watching.remote_exec import running_job, take_stacks
-
     taken = take_stacks(running_job(find_run(run, runs)), ranks=ranks)
     if as_json:
         silent = {str(rank): node for rank, node in taken.silent.items()}
@@ -76,9 +75,6 @@ def shell(
     In the job's container where it has one. HOLDFAST_RUN_DIR is set, and with --rank the
     worker's process id is HOLDFAST_WORKER_PID. The exit code is the shell's.
     """
-    from launcher.runs.runs import find_run
-    from launcher.runs.watching.remote_exec import running_job, step, worker_of
-
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
     running = running_job(find_run(run, runs))
