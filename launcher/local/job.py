@@ -37,7 +37,7 @@ from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
 from launcher.runs.checkpoints.start_from import corpus_pin, start_from
 from launcher.runs.reports.data import audit_ledger, write_summary
 from launcher.runs.run_dir import check_run_dir
@@ -140,7 +140,7 @@ def prepare_new(
     try:
         run_dirs.create(directory, bundle)
         run_dirs.check_storage(directory)
-        run_dirs.check_checkpoint_dir(rendered)
+        check_checkpoint_dir(rendered)
     except UserError:
         if not existed:  # it holds nothing but what was just rendered
             shutil.rmtree(directory, ignore_errors=True)
@@ -166,7 +166,7 @@ def prepare_resume(
         return None
     prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     check_data(rendered)
-    run_dirs.check_checkpoint_dir(rendered)
+    check_checkpoint_dir(rendered)
     stop_request.withdraw(directory)
     return prepared
 

@@ -21,13 +21,11 @@ from pathlib import Path
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.storage.files import (
-    beside,
     check_output,
     open_regular,
     publish,
     read_regular,
     write_atomic,
-    write_new,
 )
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 from elastic_trainer.storage.typed import parse_json
@@ -125,25 +123,6 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name, text in bundle.items():
             write_atomic(run_dir / name, text)
-
-
-def check_checkpoint_dir(config: TrainConfig) -> None:
-    """Make the checkpoint directory and prove that it can be written.
-
-    Raises:
-        UserError: HF204 it cannot.
-    """
-    directory = Path(config.checkpoint.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with beside(directory / "probe") as probe:
-            write_new(probe, b"x")
-    except OSError as error:
-        raise UserError(
-            "HF204",
-            f"checkpoint.dir: {directory} cannot be written: {error.strerror or error}; "
-            "choose another, or grant the permission",
-        ) from error
 
 
 def load(run_dir: Path) -> TrainConfig:

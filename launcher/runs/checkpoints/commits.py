@@ -27,11 +27,18 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.state.storage import CheckpointStorage
-from elastic_trainer.storage.files import read_regular
+from elastic_trainer.storage.files import beside, read_regular, write_new
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
-__all__ = ["Commit", "Reference", "RetiredError", "RunCheckpoints", "refuse_foreign"]
+__all__ = [
+    "Commit",
+    "Reference",
+    "RetiredError",
+    "RunCheckpoints",
+    "check_checkpoint_dir",
+    "refuse_foreign",
+]
 
 _MAX_DIGITS = 18
 """A step has no more; a longer number is a name."""
@@ -279,6 +286,25 @@ def refuse_foreign(config: TrainConfig) -> None:
             "which this one would remove; use another folder, as in "
             f"--set checkpoint.dir={directory / config.run_id}",
         )
+
+
+def check_checkpoint_dir(config: TrainConfig) -> None:
+    """Make the checkpoint directory and prove that it can be written.
+
+    Raises:
+        UserError: HF204 it cannot.
+    """
+    directory = Path(config.checkpoint.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with beside(directory / "probe") as probe:
+            write_new(probe, b"x")
+    except OSError as error:
+        raise UserError(
+            "HF204",
+            f"checkpoint.dir: {directory} cannot be written: {error.strerror or error}; "
+            "choose another, or grant the permission",
+        ) from error
 
 
 def _commits(run: Path) -> tuple[Commit, ...]:

@@ -24,6 +24,7 @@ from launcher.record.files import events_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD, JOB_FILE, Bundle
 from launcher.runs import run_dir as run_dirs
+from launcher.runs.checkpoints.commits import check_checkpoint_dir
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import (
     StoredRun,
@@ -311,7 +312,7 @@ def _check(run: StoredRun, backend: Backend) -> None:
     bundle = _bundle(home)
     if backend.nodes_run_dir(home, bundle) == str(home):
         run_dirs.check_storage(run.path, is_data=backend.only_data_is_shared(bundle))
-        run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
+        check_checkpoint_dir(run_dirs.load(run.path))
 
 
 def _upgrade(run_dir: Path) -> list[str]:

@@ -24,7 +24,7 @@ from launcher.platforms.targets import Target, target_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
 from launcher.runs.fetching import fetch_running
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
@@ -118,6 +118,7 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
+    renderer, array_renderer = platform.load_renderer(), platform.load_sweep_renderer()
     look = look and not platform.sees_other_paths
     values = sweep_tasks(sweep)
     specs = [
@@ -132,10 +133,15 @@ def prepare(
     run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()
     places = {"run_id": run_id, "run_dir": directory, "base_dir": spec.folder, "python": python}
-    if sweep:
-        files = _render_sweep(platform, target, list(zip(specs, plans, strict=True)), places)
+    if not sweep:
+        files = renderer(spec, plans[0], **places)
+    elif array_renderer is None:
+        message = f"--sweep: {target} runs no arrays; submit to slurm, or one run at a time"
+        raise UserError("HF205", message)
     else:
-        files = platform.load_renderer()(spec, plans[0], **places)
+        tasks = list(zip(specs, plans, strict=True))
+        _refuse_other_requests(tasks)
+        files = array_renderer(tasks, **places)
     indices = _tasks(files)
     if indices is not None:
         _refuse_shared_checkpoints(specs)
@@ -183,16 +189,20 @@ def submit(
         force=force,
     )
     warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
+    without = asked.hosts
+    # Else storage is not this machine's, and nothing is looked at there.
+    shared = backend.nodes_run_dir(prepared.run_dir, files) == str(prepared.run_dir)
+    is_data = backend.only_data_is_shared(files)
     # For sbatch too, which hands it on to the job.
     with run_dirs.umask(spec.slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
             run_dirs.make_run_dir(prepared.run_dir, group=spec.slurm.group)
-            _write_runs(prepared, backend, made)
-            job = backend.submit(prepared.run_dir, files, without=asked.hosts)
+            _write_runs(prepared, made, shared=shared, is_data=is_data)
+            job = backend.submit(prepared.run_dir, files, without=without)
         runs = []
         for run_dir, index in prepared.runs.items():
             ref = job if index is None else backend.task_of(job, index, run_dir)
-            runs.append(note_submitted(run_dir, target, ref, without=asked.hosts))
+            runs.append(note_submitted(run_dir, target, ref, without=without))
     return Submitted(job=job, runs=runs, warnings=tuple(warnings))
 
 
@@ -223,14 +233,8 @@ def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> No
     fetch_running(backend, [current_job(run) for run in runs])
 
 
-def _render_sweep(
-    platform: Target, name: str, tasks: list[tuple[JobSpec, Plan]], places: dict[str, object]
-) -> Bundle:
-    renderer = platform.load_sweep_renderer()
-    if renderer is None:
-        raise UserError(
-            "HF205", f"--sweep: {name} runs no arrays; submit to slurm, or one run at a time"
-        )
+def _refuse_other_requests(tasks: Sequence[tuple[JobSpec, Plan]]) -> None:
+    """Refuse a sweep whose tasks ask Slurm for different things."""
     first, ladder = tasks[0][0], tasks[0][1].ladder
     for spec, planned in tasks[1:]:
         same = (
@@ -243,7 +247,6 @@ def _render_sweep(
                 "--sweep: its values change what is asked of Slurm (nodes, times, environment), "
                 "but tasks of an array ask for the same; submit such runs one by one",
             )
-    return renderer(tasks, **places)
 
 
 def _tasks(files: Bundle) -> tuple[int, ...] | None:
@@ -265,14 +268,14 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
         )
 
 
-def _write_runs(prepared: PreparedSubmission, backend: Backend, made: list[Path]) -> None:
+def _write_runs(
+    prepared: PreparedSubmission, made: list[Path], *, shared: bool, is_data: bool
+) -> None:
     """Write the run directory, and one for each task; `made` gets the checkpoint directories."""
     top = prepared.run_dir
-    # Else the checkpoint directory is not on this machine.
-    shared = backend.nodes_run_dir(top, prepared.files) == str(top)
     run_dirs.create(top, {})
     if shared:
-        run_dirs.check_storage(top, is_data=backend.only_data_is_shared(prepared.files))
+        run_dirs.check_storage(top, is_data=is_data)
     files = prepared.files_of(None)
     if prepared.tasks is not None:
         rows = [{"index": index, "values": values} for index, values in prepared.tasks.items()]
@@ -287,7 +290,7 @@ def _write_runs(prepared: PreparedSubmission, backend: Backend, made: list[Path]
             refuse_foreign(config)
             checkpoints = Path(config.checkpoint.dir)
             made += [] if checkpoints.exists() else [checkpoints]
-            run_dirs.check_checkpoint_dir(config)
+            check_checkpoint_dir(config)
         if prepared.code is not None:
             # The tasks of an array share one copy.
             frozen = frozen or freeze_code(top, prepared.code)

@@ -19,6 +19,7 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from launcher.render.local import HEAD
 from launcher.runs import run_dir as run_dirs
+from launcher.runs.checkpoints.commits import check_checkpoint_dir
 from launcher.spec.errors import UserError
 
 
@@ -96,12 +97,12 @@ def test_a_run_directory_that_cannot_be_made(tmp_path):
 
 
 def test_a_checkpoint_dir_that_cannot_be_written(tmp_path, config):
-    run_dirs.check_checkpoint_dir(config)
+    check_checkpoint_dir(config)
     assert list((tmp_path / "checkpoints").iterdir()) == []  # the probe is gone
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match=r"HF204 checkpoint.dir: .*checkpoints cannot be written"):
-        run_dirs.check_checkpoint_dir(config)
+        check_checkpoint_dir(config)
 
 
 @pytest.mark.parametrize("text", [None, "{", "{}", '{"version": 99}', '{"version": 1}'])
