@@ -133,11 +133,7 @@ def _shown(line: str, secrets: tuple[str, ...]) -> str:
 
 
 def _write(path: Path, text: str, *, like: Path) -> None:
-    """Write a file for those who may read `like`: both may hold a secret.
-
-    Raises:
-        OSError: it cannot be written, or a link or no plain file is there.
-    """
+    """Write a file with the rights of `like`: both may hold a secret."""
     from elastic_trainer.storage.files import beside, check_output, write_new
 
     check_output(path)
@@ -190,11 +186,7 @@ def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
 
 
 def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Path:
-    """Make the run directory; return the file that starts its agents.
-
-    Raises:
-        UserError: HF169, HF678, or why there can be no run.
-    """
+    """Make the run directory; return the file that starts its agents."""
     from elastic_trainer.storage.files import write_atomic
     from launcher.node.attempt import Attempt
     from launcher.plan.search import plan
@@ -239,11 +231,7 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
 
 
 def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """Become the main process of a pod.
-
-    Raises:
-        UserError: HF169, HF674, or why there can be no run.
-    """
+    """Become the main process of a pod."""
     from launcher.node.pod import PodEnv
     from launcher.plan.search import plan
     from launcher.render.local import render_local
@@ -273,11 +261,7 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
 
 
 def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the job's files; while the job runs, those of its first pod count.
-
-    Raises:
-        OSError, ValueError: the storage or the board cannot be read or written.
-    """
+    """Write the job's files, but leave a running job's as they are."""
     from elastic_trainer.storage.files import write_atomic
     from launcher.node.board import live_lease
 

@@ -50,7 +50,6 @@ class VisibleStream:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream itself has."""
         return getattr(self.direct, name)
 
 

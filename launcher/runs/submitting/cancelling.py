@@ -64,7 +64,6 @@ class Canceller:
     _fetcher: Fetcher = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin without trouble."""
         self._fetcher = Fetcher(self.backend, self.say)
 
     def cancel(self, *, save: bool) -> Cancelled:

@@ -57,7 +57,6 @@ class Finding:
     """Empty: the run recovers by itself."""
 
     def __str__(self) -> str:
-        """Return it for people."""
         return f"{self.text}; {self.how_to_fix}" if self.how_to_fix else self.text
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
     if state is not JobState.RUNNING:
         return [saves] if saves is not None and state in _ENDED_EARLY else []
     lost, there = _nodes(facts)
-    suspended = away = None
+    suspended = away = batch_host = None
     if facts.platform.suspended:
         text = "it is suspended: its processes are stopped where they are"
         fix = facts.platform.words
@@ -109,12 +108,18 @@ def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
     if facts.problem:
         text = f"its record cannot be read now, so its progress is unknown: {facts.problem}"
         away = Finding(kind=FindingKind.RECORD_AWAY, text=text)
+    if facts.platform.batch_host in lost:
+        text = (
+            f"the batch host {facts.platform.batch_host} is lost, and the batch script with it: "
+            "the remaining nodes save before the time limit and requeue the job"
+        )
+        batch_host = Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
     found = [
         suspended,
         _broke(facts),
         away,
         None if suspended or away else _silence(facts, now_unix),
-        _batch_host(facts.platform, lost),
+        batch_host,
         _lost(facts, lost, there),
         _full(facts.disks),
         saves,
@@ -204,16 +209,6 @@ def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
     named = {*lost, *(hosts.get(name, name) for name in lost)}
     lost += [name for name in platform.nodes_lost if name not in named]
     return lost, [name for name in known or platform.nodes if name not in lost]
-
-
-def _batch_host(status: JobStatus, lost: Sequence[str]) -> Finding | None:
-    if status.batch_host not in lost:
-        return None
-    text = (
-        f"the batch host {status.batch_host} is lost, and the batch script with it: the remaining "
-        "nodes save before the time limit and requeue the job"
-    )
-    return Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
 
 
 def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -162,7 +162,9 @@ def _failures(known: Known, width: int, room: int) -> list[Text]:
         return [Text("no failure in the part of the record that was read", "dim")]
     lines: list[Text] = []
     for failure in reversed(found):
-        lines += [*_failure_lines([failure], known.now_unix, most=1), _phases(failure)]
+        lines += _failure_lines([failure], known.now_unix, most=1)
+        phases = "  ".join(f"{phase} {s:.2f}" for phase, s in failure.phases.items())
+        lines.append(Text(f"    {phases or failure.detail}", "dim"))
         if len(lines) >= room:
             break
     return lines
@@ -231,7 +233,10 @@ def _curve(loss: Sequence[tuple[int, float]], width: int, height: int) -> list[T
     if len(loss) < 2:
         return [Text("loss: too few steps to draw", "dim")]
     columns = max(1, min(width - 10, len(loss)))
-    values = list(_means([value for _, value in loss], columns))
+    parts = [
+        loss[i * len(loss) // columns : (i + 1) * len(loss) // columns] for i in range(columns)
+    ]
+    values = [sum(value for _, value in part) / len(part) for part in parts]
     low, high = min(values), max(values)
     levels = height * len(_BARS)
     scaled = [
@@ -248,12 +253,6 @@ def _curve(loss: Sequence[tuple[int, float]], width: int, height: int) -> list[T
     between = max(1, columns - len(first) - len(last))
     lines.append(Text(" " * 10 + first + " " * between + last, "dim"))
     return lines
-
-
-def _means(values: Sequence[float], number: int) -> Iterable[float]:
-    for index in range(number):
-        part = values[index * len(values) // number : (index + 1) * len(values) // number]
-        yield sum(part) / len(part)
 
 
 def _causes(picture: Picture, width: int) -> list[Text]:
@@ -292,16 +291,10 @@ def _failure_lines(found: Sequence[RunFailure], now_unix: float, *, most: int) -
     return lines
 
 
-def _phases(failure: RunFailure) -> Text:
-    parts = [f"{phase} {seconds:.2f}" for phase, seconds in failure.phases.items()]
-    return Text("    " + ("  ".join(parts) if parts else failure.detail), "dim")
-
-
 class View:
     """Where progress is drawn; this one draws nothing. Use it as a context."""
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -357,12 +350,10 @@ class LiveView(View):
         self._live = Live(console=console, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> Self:
-        """Begin to redraw."""
         self._live.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last drawing on the screen."""
         self._live.stop()
 
     def update(self, status: TrainingStatus, lines: list[str]) -> None:  # noqa: ARG002  in `recent`
@@ -376,17 +367,13 @@ class LiveView(View):
 
 def render_block(status: TrainingStatus) -> Group:
     """Return what LiveView draws."""
-    colours = {"training": "green", "parked": "red", "recovering": "yellow"}
-    head = Text.assemble(
-        (status.name, "bold"), "  ", (status.state, colours.get(status.state, "cyan"))
-    )
+    colour = _STATE_COLOURS.get(status.state, "cyan")
+    head = Text.assemble((status.name, "bold"), "  ", (status.state, colour))
     if status.parked:
         head.append(status.state_text.removeprefix("parked") + "; waiting", "red")
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        Text(status.step_text),
-        ProgressBar(total=max(status.total_steps or 0, 1), completed=status.step, width=40),
-    )
+    total = max(status.total_steps or 0, 1)
+    bar.add_row(status.step_text, ProgressBar(total=total, completed=status.step, width=40))
     facts = Table.grid(padding=(0, 2))
     rate = status.tokens_per_s
     cells = {
@@ -410,7 +397,6 @@ def _node_dots(status: TrainingStatus) -> Text:
     for index in range(status.num_nodes):
         name = f"node{index}"
         works = name in status.members and name in status.up
-        text.append(
-            "●" if works else "○", "green" if works else "cyan" if name in status.up else "red"
-        )
+        colour = "green" if works else "cyan" if name in status.up else "red"
+        text.append("●" if works else "○", colour)
     return text

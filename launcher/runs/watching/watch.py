@@ -73,7 +73,6 @@ class Watch:
     _failed_starts: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Begin without trouble."""
         self._fetcher = Fetcher(self.backend, self.say)
 
     def logs(self, reader: LogReader) -> Iterator[list[Line]]:
