@@ -12,11 +12,13 @@ import dataclasses
 import grp
 import json
 import os
+import pwd
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder
@@ -254,8 +256,9 @@ def check_group(name: str) -> int:
         raise UserError("HF643", message, where=where) from None
     mine = {os.getegid(), *os.getgroups()}
     if gid not in mine and os.geteuid() != 0:
-        names = ", ".join(sorted(map(_group_name, mine)))
-        message = f"user {os.geteuid()} is not in group {name}; use one of {names}"
+        names = ", ".join(sorted(_name(grp.getgrgid, each) for each in mine))
+        user = _name(pwd.getpwuid, os.geteuid())
+        message = f"{user} is not in group {name}; use one of {names}"
         raise UserError("HF643", message, where=where)
     return gid
 
@@ -329,8 +332,9 @@ def make_run_dir(run_dir: Path, *, group: str | None) -> None:
             run_dir.chmod(stat.S_IMODE(run_dir.stat().st_mode) | stat.S_ISGID)
 
 
-def _group_name(gid: int) -> str:
+def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    """Return the name of a user or group, or the number of one without a name."""
     try:
-        return grp.getgrgid(gid).gr_name
+        return str(look_up(number)[0])
     except KeyError:
-        return str(gid)
+        return str(number)

@@ -164,7 +164,8 @@ def _has_live_job(run: StoredRun, status: JobStatus, job: str) -> UserError:
 
 def _task(run: StoredRun) -> int | None:
     """Return the index of a task; None: the run is not a task of an array."""
-    return int(run.path.name) if is_sweep(run.path.parent) else None
+    name = run.path.name
+    return int(name) if name.isdigit() and is_sweep(run.path.parent) else None
 
 
 def _home(run: StoredRun) -> Path:
