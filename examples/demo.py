@@ -37,7 +37,7 @@ from launcher.record.status import TrainingStatus
 from launcher.runs.reports.data import report_data, seconds_or_dash
 from launcher.runs.reports.report import write_report
 from launcher.runs.run_dir import create
-from launcher.runs.views import LiveView, PlainView, View
+from launcher.runs.watching.screen import LiveView, PlainView, View
 from launcher.spec.errors import HoldfastError
 
 JOB = Path(__file__).with_name("demo.yaml")

@@ -1,4 +1,4 @@
-"""For a decoder of the job's own: docs/models.md."""
+"""Blocks for a job's own decoder: docs/models.md."""
 
 from elastic_trainer.model.decoder import Block, Decoder
 

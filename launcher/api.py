@@ -14,12 +14,12 @@ answers garbage, is a PlatformError: TemporaryError where the same call may succ
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def render(
         job: from `load_job`.
         planned: from `plan`; None: made here.
         to: the platform: slurm, pytorchjob, jobset, trainjob or local.
-        run_dir: where the files will lie; None: ./runs/<name>.
+        run_dir: None: ./runs/<name>.
         python: interpreter with holdfast on the nodes, where the job names none; None: this one.
 
     Raises:
@@ -106,16 +106,13 @@ def submit(
         sets: overrides, as `train.steps=50`.
         site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>.
-        force: why the platform, asked before, would never start it is a warning.
-
-    Returns:
-        The run, with the `warnings` of the job and of its platform.
+        force: a job that the platform, asked before, would never start gets warnings alone.
 
     Raises:
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    [run] = _submit(job, to=to, sets=sets, sweep=(), site=site, run_dir=run_dir, force=force)
+    [run] = submit_sweep(job, {}, to=to, sets=sets, site=site, run_dir=run_dir, force=force)
     return run
 
 
@@ -147,15 +144,31 @@ def submit_sweep(
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    texts = [f"{key}={','.join(map(_value, values))}" for key, values in sweep.items()]
-    return _submit(job, to=to, sets=sets, sweep=texts, site=site, run_dir=run_dir, force=force)
+    from launcher.runs.submitting.submit import prepare
+    from launcher.runs.submitting.submit import submit as submit_prepared
+
+    if site is not None and site.ssh is not None:
+        raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")
+    target = to or (None if site is None else site.target) or "slurm"
+    prepared = prepare(
+        job,
+        target=target,
+        sets=sets,
+        site=site,
+        sweep=[f"{key}={','.join(map(json.dumps, values))}" for key, values in sweep.items()],
+        run_dir=None if run_dir is None else Path(run_dir),
+    )
+    backend = target_named(target).load_backend()
+    done = submit_prepared(prepared, backend, force=force)
+    warnings = (*prepared.warnings, *done.warnings)
+    return [Run(found, backend, warnings) for found in done.runs]
 
 
 def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
-    """Return a run by its path, its name in `folder`, the beginning of one, or its job's id.
+    """Return a run by its path, its name in `folder` or the beginning of it, or its job's id.
 
     Raises:
-        UserError: HF613 there is none; HF651 several; HF206 its platform is not known here.
+        UserError: HF613 no run has this name; HF651 several have; HF206 its platform is unknown.
     """
     from launcher.runs.runs import find_run
 
@@ -173,28 +186,22 @@ class FailedRunError(HoldfastError):
 class Run:
     """A run and its platform; `submit` and `open_run` return one.
 
-    Each method asks the platform, and raises a PlatformError where that does not answer, but for
-    `status`, which says so.
+    Methods raise a PlatformError where the platform does not answer; `status` says it instead.
     """
 
     def __init__(
-        self,
-        submitted: Found,
-        backend: Backend | None = None,
-        warnings: Sequence[Problem] = (),
+        self, submitted: Found, backend: Backend | None = None, warnings: Sequence[Problem] = ()
     ) -> None:
-        """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
+        """Use `submit` or `open_run`."""
         from launcher.runs.watching.run_status import target_of
 
         self.target = target_of(submitted)
         self.submitted = submitted
         self.backend = backend or target_named(self.target).load_backend()
         self.warnings = tuple(warnings)
-        """Of the job and of its platform, from `submit` or `resume`; of a run that was opened
-        none."""
+        """Of the job and of its platform, by `submit` or `resume`."""
 
     def __repr__(self) -> str:
-        """Return what a notebook shows."""
         return f"Run({str(self.path)!r}, {self.target} job {self.job_id})"
 
     @property
@@ -204,12 +211,12 @@ class Run:
 
     @property
     def shown(self) -> str:
-        """How it was named."""
+        """What the caller named it."""
         return self.submitted.shown
 
     @property
     def job_id(self) -> str | None:
-        """The platform's name of the job that carries the run now; None: it has none."""
+        """The platform's id of the job that carries the run now."""
         from launcher.runs.runs import current_job
 
         return current_job(self.submitted).id or None
@@ -229,7 +236,7 @@ class Run:
         return explain(status, self.backend.output_files(status.job), now_unix=time.time())
 
     def wait(self, timeout_s: float | None = None) -> RunStatus:
-        """Wait until the run has ended, over all its requeues; return its status then.
+        """Wait until the run has ended, over all its requeues; return its status.
 
         Raises:
             TimeoutError: it has not within so many seconds; it continues.
@@ -247,7 +254,7 @@ class Run:
             TimeoutError: it has not ended within so many seconds; it continues.
         """
         from launcher.platforms.base import JobState
-        from launcher.runs.summary_file import current_summary
+        from launcher.runs.reports.data import current_summary
 
         if self.wait(timeout_s).state is not JobState.DONE:
             raise FailedRunError(self.why())
@@ -306,12 +313,8 @@ class Run:
         """
         from launcher.runs.submitting.cancelling import Canceller, save_time_s
 
-        canceller = Canceller(
-            run=self.submitted,
-            backend=self.backend,
-            say=say or _nothing,
-            wait_s=save_time_s(self.path),
-        )
+        say, wait_s = say or _nothing, save_time_s(self.path)
+        canceller = Canceller(run=self.submitted, backend=self.backend, say=say, wait_s=wait_s)
         return canceller.cancel(save=save)
 
     def resume(
@@ -325,10 +328,10 @@ class Run:
         """Submit the run again: it resumes from its newest checkpoint.
 
         Args:
-            upgrade: freeze code and environment anew.
-            all_nodes: use nodes again that were excluded since the last submission.
+            upgrade: freeze code and environment again.
+            all_nodes: use nodes that were excluded since the last submission.
             force: see `submit`.
-            sets: what it asks of its platform otherwise from now on, as `slurm.time=1-00:00:00`.
+            sets: what it asks of its platform from now on, as `slurm.time=1-00:00:00`.
 
         Raises:
             UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change
@@ -337,9 +340,9 @@ class Run:
         from launcher.runs.submitting.resume import resume
 
         done = resume(
-            self.submitted,
+            [self.submitted],
             self.backend,
-            upgrade_code=upgrade,
+            upgrade=upgrade,
             all_nodes=all_nodes,
             force=force,
             sets=sets,
@@ -355,45 +358,6 @@ class Run:
         done = restart(self.submitted, self.backend, say=say or _nothing)
         self.submitted = replace(find_run(str(self.path), self.path.parent), shown=self.shown)
         return done
-
-
-def _submit(
-    job: str | Path | Mapping[str, Any] | JobSpec,
-    *,
-    to: str | None,
-    sets: Sequence[str],
-    sweep: Sequence[str],
-    site: Site | None,
-    run_dir: str | Path | None,
-    force: bool,
-) -> list[Run]:
-    from launcher.runs.submitting.submit import prepare
-    from launcher.runs.submitting.submit import submit as submit_prepared
-
-    if site is not None and site.ssh is not None:
-        raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")
-    target = to or (None if site is None else site.target) or "slurm"
-    prepared = prepare(
-        job,
-        target=target,
-        stamp=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
-        python=sys.executable,
-        sets=sets,
-        site=site,
-        sweep=sweep,
-        run_dir=None if run_dir is None else Path(run_dir),
-    )
-    backend = target_named(target).load_backend()
-    done = submit_prepared(prepared, backend, force=force)
-    warnings = (*prepared.warnings, *done.warnings)
-    return [Run(found, backend, warnings) for found in done.runs]
-
-
-def _value(value: object) -> str:
-    """Return a value as --sweep takes it: JSON, so that its type is kept."""
-    import json
-
-    return json.dumps(value)
 
 
 def _nothing(_: str) -> None:

@@ -81,7 +81,7 @@ def read_megatron(path: Path) -> Source:
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
-    """Return the .bin and the .idx that `path` means; launcher/runs/live.py decides alike."""
+    """Return the .bin and the .idx that `path` means; asking.py of `submit` decides alike."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     # A prefix may have dots of its own: appended to, never exchanged.
     both = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

@@ -1,1 +1,1 @@
-"""For the training loops of others: docs/scripts.md."""
+"""Integrations with other training loops: docs/scripts.md."""

@@ -1,8 +1,16 @@
-"""`holdfast checkpoint`: list, verify, export and import."""
+"""`holdfast checkpoint`: list, verify, export and import.
+
+A child process converts: it has torch, which the launcher has not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,25 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from elastic_trainer.plan.layout import layout_label
+from elastic_trainer.plan.models import raw_of
 from elastic_trainer.plan.quantities import sized
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
-    exit_with_problems,
+    EXIT_USER,
     json_option,
     path_option,
     print_json,
+    say,
 )
-from launcher.cli.terminal import direct
+from launcher.cli.terminal import direct, print_table, wide_console
+from launcher.platforms.installed import need
 from launcher.runs.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
-from launcher.runs.checkpoints.convert import export_request, missing_tokenizer, run_converter
-from launcher.spec.errors import UserError
+from launcher.spec.codes import CODES
+from launcher.spec.errors import PermanentError, UserError
 
 EPILOG = """\b
 Examples:
@@ -46,7 +55,7 @@ def checkpoint() -> None:
 
 
 _LINES_EVERY_S = 5.0
-"""Between two lines of progress where there is no terminal."""
+"""Between lines of progress without a terminal."""
 _WIDE = 110
 """Columns from which on the list shows the directories too."""
 _OTHERS = {
@@ -59,20 +68,20 @@ _OTHERS = {
 @checkpoint.command("list")
 @click.argument("run", metavar="RUN")
 @json_option
-def list_(*, run: str, as_json: bool) -> int:
+def list_(*, run: str, as_json: bool) -> None:
     """List the checkpoints of RUN, newest last.
 
     Those that count are on the run's board; a directory alone is only data.
     """
-    try:
-        found = _all_of(Reference.parse(run))
-        rows, others = found.rows(), found.others()
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    wanted = Reference.parse(run)
+    if wanted.step is not None:
+        raise UserError("HF610", f"list takes a RUN alone; leave @{wanted.step} out")
+    found = RunCheckpoints.of(wanted.run)
+    rows, others = found.rows(), found.others()
     folder = str(found.storage.root)
     if as_json:
         print_json({"dir": folder, "checkpoints": rows, "others": others})
-        return EXIT_DONE
+        return
     if not rows:
         click.echo(f"{run} has no checkpoint yet")
     else:
@@ -81,7 +90,6 @@ def list_(*, run: str, as_json: bool) -> int:
     for other in others:
         kind = _OTHERS[other["kind"]].format(**other)
         click.echo(f"not on the board: {other['dir']}, {sized(other['size_bytes'])}: {kind}")
-    return EXIT_DONE
 
 
 @checkpoint.command("verify")
@@ -93,20 +101,27 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
 
     Exit codes: 0 all good, 1 something is damaged, 2 the input is wrong.
     """
-    try:
-        found, commits = _chosen(reference, every=every)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    wanted = Reference.parse(reference)
+    if every and wanted.step is not None:
+        raise UserError("HF610", "--all goes with a RUN alone; leave @STEP out")
+    found = RunCheckpoints.of(wanted.run)
+    chosen = found.choose(wanted.step)
+    commits = list(found.commits) if every else [chosen]
     results = _verified(found, commits)
     if not results:
         gone = f"{found.run} has just replaced its checkpoint of step {commits[-1].step} by newer"
-        retired = UserError("HF630", f"{gone} ones; `holdfast checkpoint list` has them")
-        return exit_with_problems(retired, as_json=as_json)
+        raise UserError("HF630", f"{gone} ones; `holdfast checkpoint list` has them")
     good = not any(result["damaged"] for result in results)
     if as_json:
         print_json({"ok": good, "checkpoints": results})
     else:
-        _say_verified(results)
+        for result in results:
+            if not result["damaged"]:
+                click.echo(f"step {result['step']}: good")
+                continue
+            say(f"step {result['step']}: DAMAGED, in {result['dir']}")
+            for line in result["damaged"]:
+                say(f"  {line}")
     return EXIT_DONE if good else EXIT_FAILED
 
 
@@ -124,19 +139,16 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
     help="float32 is exact; bfloat16 rounds, as most published weights are.",
 )
 @json_option
-def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bool) -> int:
+def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bool) -> None:
     """Write a checkpoint's parameters as safetensors with a config.json.
 
     `transformers` loads the folder. Files are at most 5 GB; twice that is held in memory.
     """
     assert target == "hf", target
-    try:
-        wanted = Reference.parse(reference)
-        found = RunCheckpoints.of(wanted.run)
-        commit = found.choose(wanted.step)
-        result = _convert("export", export_request(found, commit, output, dtype))
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    wanted = Reference.parse(reference)
+    found = RunCheckpoints.of(wanted.run)
+    commit = found.choose(wanted.step)
+    result = _convert("export", export_request(found, commit, output, dtype))
     if as_json:
         print_json({"step": commit.step, "dir": str(output), **result})
     else:
@@ -144,23 +156,19 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
         click.echo(f"step {commit.step}: {what} in {output}")
     if lost := missing_tokenizer(found):
         click.echo(f"without a tokenizer: {lost} is not there any more", err=True)
-    return EXIT_DONE
 
 
 @checkpoint.command("import")
 @click.argument("source", metavar="HF_DIR", type=click.Path(path_type=Path))
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @json_option
-def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
+def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
     """Make RUN of the safetensors in HF_DIR; `holdfast run JOB --from RUN` starts with it.
 
     RUN is new or empty. A model of one of the families (docs/models.md) in float32,
     bfloat16 or float16, in one file or many.
     """
-    try:
-        result = _convert("import", {"hf": str(source), "run": str(run_dir)})
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    result = _convert("import", {"hf": str(source), "run": str(run_dir)})
     if as_json:
         print_json({"run": str(run_dir), **result})
     else:
@@ -168,26 +176,10 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
             f"{result['num_params']:,} parameters in {run_dir}\n"
             f"next: holdfast run JOB --from {run_dir}"
         )
-    return EXIT_DONE
-
-
-def _all_of(wanted: Reference) -> RunCheckpoints:
-    if wanted.step is not None:
-        raise UserError("HF610", f"list takes a RUN alone; leave @{wanted.step} out")
-    return RunCheckpoints.of(wanted.run)
-
-
-def _chosen(reference: str, *, every: bool) -> tuple[RunCheckpoints, list[Commit]]:
-    wanted = Reference.parse(reference)
-    if every and wanted.step is not None:
-        raise UserError("HF610", "--all goes with a RUN alone; leave @STEP out")
-    found = RunCheckpoints.of(wanted.run)
-    chosen = found.choose(wanted.step)
-    return found, list(found.commits) if every else [chosen]
 
 
 def _verified(found: RunCheckpoints, commits: Sequence[Commit]) -> list[dict[str, Any]]:
-    """Return what was found of each; those that the run has retired meanwhile are left out."""
+    """Return what was found; checkpoints that the run has retired meanwhile are left out."""
     results = []
     with _progress("verify") as report:
         total = sum(found.size_bytes(commit) for commit in commits)
@@ -240,20 +232,12 @@ def _lines(what: str, mono: Callable[[], float]) -> Callable[[int, int], None]:
 
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the list: what fits 80 columns, and the directories where there is room."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000  # whoever reads a pipe wants whole lines
-    wide = console.width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "epoch", "saved", "layout", "ranks", "samples", "size"):
-        right = name in ("step", "epoch", "ranks", "samples", "size")
-        table.add_column(name, justify="right" if right else "left")
-    if wide:
-        table.add_column("directory")
-    for row in rows:
-        table.add_row(*_cells(row), *([row["dir"]] if wide else []))
-    console.print(table, highlight=False)
+    """Print the list: what fits 80 columns, and the directories if they fit."""
+    wide = wide_console().width >= _WIDE
+    numbers = ("step", "epoch", "ranks", "samples", "size")
+    names = ("step", "epoch", "saved", "layout", *numbers[2:], *(("directory",) if wide else ()))
+    cells = [(*_cells(row), *([row["dir"]] if wide else [])) for row in rows]
+    print_table(names, cells, numbers=numbers)
     for row in rows:
         if "damaged" in row:
             click.echo(f"step {row['step']} is damaged: {row['dir']}: {row['damaged']}")
@@ -274,11 +258,97 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _say_verified(results: Sequence[dict[str, Any]]) -> None:
-    for result in results:
-        if not result["damaged"]:
-            click.echo(f"step {result['step']}: good")
-            continue
-        click.echo(f"step {result['step']}: DAMAGED, in {result['dir']}", file=sys.stderr)
-        for line in result["damaged"]:
-            click.echo(f"  {line}", file=sys.stderr)
+def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> dict[str, Any]:
+    """Return what the converter is asked to export `commit` to the folder `out`.
+
+    Raises:
+        UserError: HF631 its manifest is damaged; HF613 its model is unknown.
+    """
+    config = found.config
+    shape = found.manifest(commit).model or (config.model if config else None)
+    if shape is None:
+        raise UserError(
+            "HF613",
+            f"{found.run} does not say of which model its weights are: neither its job.json nor "
+            "the checkpoint's manifest has the dimensions; save it again with this version",
+        )
+    request: dict[str, Any] = {
+        "checkpoints": str(found.storage.root),
+        "commit": dataclasses.asdict(commit),
+        "model": raw_of(shape),
+        "out": str(out),
+        "dtype": dtype,
+    }
+    if config is not None:
+        request |= {"context": config.train.seq_len, "code": config.command_dir}
+        if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
+            request["tokenizer"] = config.data.tokenizer
+    return request
+
+
+def missing_tokenizer(found: RunCheckpoints) -> str | None:
+    """Return the run's tokenizer if it is not there any more: weights go without it."""
+    name = found.config.data.tokenizer if found.config else "bytes"
+    return name if name != "bytes" and not Path(name).is_file() else None
+
+
+def run_converter(
+    what: str, request: Mapping[str, Any], *, on_progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Run `elastic_trainer.state.convert` and return its result.
+
+    An interrupt reaches the child too; it leaves nothing half done.
+
+    Args:
+        what: `export` or `import`.
+        request: the child's arguments.
+        on_progress: called with bytes done and bytes in all.
+
+    Raises:
+        UserError: HF632 torch or safetensors is missing; what the child said of the input.
+        PermanentError: the child failed; its words.
+    """
+    need(f"holdfast checkpoint {what}", "torch", "safetensors", extra="train")
+    module = "elastic_trainer.state.convert"
+    command = [sys.executable, "-m", module, what, json.dumps(request)]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as complaints,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8"
+        ) as child,
+    ):
+        try:
+            result = _follow(child, on_progress)
+            code = child.wait()
+        except BaseException:
+            # Ctrl-C was sent to the child too: let it remove what it has begun.
+            child.terminate()
+            child.wait()
+            raise
+        complaints.seek(0)
+        said = complaints.read().strip()
+    if code == 0 and result is not None:
+        return result
+    last = said.splitlines()[-1] if said else ""
+    error_code, _, message = last.partition(" ")
+    if code == EXIT_USER and error_code in CODES:
+        raise UserError(error_code, message)
+    if code == -signal.SIGKILL:
+        last = "it was killed by the system, most likely for want of memory; use a larger machine"
+    raise PermanentError(f"{what} failed: {last or f'exit code {code}'}")
+
+
+def _follow(
+    child: subprocess.Popen[str], on_progress: Callable[[int, int], None]
+) -> dict[str, Any] | None:
+    assert child.stdout is not None
+    result: dict[str, Any] | None = None
+    for line in child.stdout:
+        if not line.startswith("{"):
+            continue  # a library's remark
+        message = json.loads(line)
+        if "result" in message:
+            result = message["result"]
+        else:
+            on_progress(message["done_bytes"], message["total_bytes"])
+    return result

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class AsGiven(click.Command):
-    """A command of options of its own, then words as they are: click drops their first `--`."""
+    """A command with options before words that stay as they are: click drops their first `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the options, each with its value after `=`, then the words."""
@@ -43,20 +43,33 @@ class AsGiven(click.Command):
         return []
 
 
-def job_argument(function: _Function) -> _Function:
-    """Add the argument JOB: path of a job file."""
-    return click.argument("job", type=click.Path(path_type=str))(function)
+job_argument = click.argument("job", type=click.Path(path_type=str))
+"""Adds the argument JOB: path of a job file."""
 
 
-def set_option(function: _Function) -> _Function:
-    """Add `--set KEY=VALUE`, repeatable, as `sets`."""
-    return click.option(
-        "--set",
-        "sets",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a value, as train.steps=50. Repeatable.",
-    )(function)
+TARGETS_HELP: Final = (
+    "slurm, pytorchjob, jobset, trainjob or local  [default: the site's, or slurm]"
+)
+
+
+def target_on(site: Site | None, target: str | None) -> str | None:
+    """Return the platform that `--to` names, or else `--site`; None: neither does."""
+    return target or (None if site is None else site.target)
+
+
+def target_option(text: str) -> Callable[[_Function], _Function]:
+    """Add `--to TARGET`, a platform's name or None, as `target`."""
+    return click.option("--to", "target", metavar="TARGET", help=text)
+
+
+set_option = click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a value, as train.steps=50. Repeatable.",
+)
+"""Adds `--set`, as `sets`."""
 
 
 def site_option(function: _Function) -> _Function:
@@ -73,18 +86,28 @@ def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Fun
 
     @functools.wraps(function)
     def here_or_there(**given: Any) -> Any:
-        try:
-            if given["site"] is not None:
-                from launcher.platforms.sites import find_site
+        if given["site"] is not None:
+            from launcher.platforms.sites import find_site
 
-                site = given["site"] = find_site(given["site"])
-                if site.ssh is not None:
-                    return _there(site, click.get_current_context(), given)
-        except UserError as error:
-            return exit_with_problems(error, as_json=given.get("as_json", False))
+            site = given["site"] = find_site(given["site"])
+            if site.ssh is not None:
+                return _there(site, click.get_current_context(), given)
         return here(**given)
 
-    return cast("_Function", click.option("--site", metavar="NAME", help=text)(here_or_there))
+    return click.option("--site", metavar="NAME", help=text)(_reporting(here_or_there))
+
+
+def _reporting(function: Callable[..., Any]) -> Any:
+    """Return a command that reports a UserError as its `--json` asks, and ends with code 2."""
+
+    @functools.wraps(function)
+    def reporting(**given: Any) -> Any:
+        try:
+            return function(**given)
+        except UserError as error:
+            return exit_with_problems(error, as_json=given.get("as_json", False))
+
+    return reporting
 
 
 def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
@@ -135,8 +158,9 @@ def words_of(ctx: click.Context, given: Mapping[str, Any]) -> list[str]:
 
 
 def json_option(function: _Function) -> _Function:
-    """Add `--json`, as `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(function)
+    """Add `--json`, as `as_json`; problems are printed in the same form."""
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+    return option(_reporting(function))
 
 
 def path_option(
@@ -191,6 +215,11 @@ def handling(
             signal.signal(number, former)
 
 
+def say(text: str) -> None:
+    """Print a line on stderr: progress, and what is said besides."""
+    click.echo(text, err=True)
+
+
 def print_json(value: Any) -> None:
     """Print a JSON document on stdout."""
     click.echo(json.dumps(value, indent=1))
@@ -224,8 +253,3 @@ def exit_with_problems(error: UserError, *, as_json: bool) -> int:
 def dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Return problems as plain JSON types."""
     return [problem.to_dict() for problem in problems]
-
-
-def folder_of(job: str) -> Path:
-    """Return the folder that relative paths of a job file are relative to."""
-    return Path(job).absolute().parent

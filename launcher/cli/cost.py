@@ -10,19 +10,11 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    exit_with_problems,
-    json_option,
-    print_json,
-    runs_option,
-)
-from launcher.cli.terminal import direct
+from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, runs_option
+from launcher.cli.terminal import direct, wide_console
 from launcher.record.cost import CAUSES, QUEUE, GpuTime, total
 from launcher.runs.reports.data import costs, grouped
 from launcher.runs.runs import find_run, find_runs
-from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -65,10 +57,7 @@ def cost(
     productive, redone, restart, hang, other and idle sum to allocated; queue is
     what was asked for and not yet allocated (docs/cost.md).
     """
-    try:
-        asked = [find_run(name, runs) for name in runs_named] or list(find_runs(runs))
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    asked = [find_run(name, runs) for name in runs_named] or list(find_runs(runs))
     found, problems = costs(asked)
     groups = grouped(found, by, since=f"{since:%Y-%m}" if since else "")
     if as_json:
@@ -96,16 +85,12 @@ def _print_csv(groups: Mapping[str, GpuTime], by: str) -> None:
 
 def _print_table(groups: Mapping[str, GpuTime], by: str, *, empty: str) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     if not groups:
         click.echo(empty)
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000  # whoever reads a pipe wants whole lines
     last = len(groups) > 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=last, caption="GPU-hours")
     rows = {**groups, "": total(groups.values())} if last else dict(groups)
@@ -115,7 +100,7 @@ def _print_table(groups: Mapping[str, GpuTime], by: str, *, empty: str) -> None:
         table.add_column(column, justify="right", footer=shown[""][index] if last else "")
     for name in groups:
         table.add_row(Text(name), *shown[name])
-    console.print(table, highlight=False)
+    wide_console().print(table, highlight=False)
 
 
 def _cells(spent: GpuTime) -> list[str]:

@@ -4,37 +4,145 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
-from launcher.cli.common import (
-    EXIT_DONE,
-    exit_with_problems,
-    json_option,
-    print_json,
-    run_argument,
-)
-from launcher.spec.errors import UserError
+from elastic_trainer.plan.quantities import counted
+from elastic_trainer.storage.files import read_json
+from launcher.cli.common import json_option, print_json, run_argument
+from launcher.platforms.base import Backend
+from launcher.platforms.targets import target_named
+from launcher.record.files import events_named
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.runs import ACTED, StoredRun, find_run
+from launcher.runs.submitting.freeze import load_frozen
+from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses, target_of
+from launcher.spec.errors import PlatformError, UserError
 
 
 @click.command("describe", epilog="Example: holdfast describe runs/tiny-20260101-120000")
 @run_argument
 @json_option
-def describe(*, run: str, runs: Path, as_json: bool) -> int:
+def describe(*, run: str, runs: Path, as_json: bool) -> None:
     """Show all that is known about RUN: job, code, attempts, and what the platform keeps."""
-    from launcher.runs.runs import find_run
-    from launcher.runs.watching.description import describe_run
-
-    try:
-        sections = describe_run(find_run(run, runs), now_unix=time.time())
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    sections = describe_run(find_run(run, runs), now_unix=time.time())
     if as_json:
         print_json(sections)
-        return EXIT_DONE
+        return
     for title, rows in sections.items():
         click.echo(f"{title}:")
         pairs = rows.items() if isinstance(rows, dict) else [("", row) for row in rows]
         for key, value in pairs:
             click.echo(f"  {key + ': ' if key else ''}{value}")
-    return EXIT_DONE
+
+
+Sections = dict[str, dict[str, Any] | list[str]]
+
+
+def describe_run(run: StoredRun, *, now_unix: float) -> Sections:
+    """Return titles and what is known under each; empty sections are left out.
+
+    Raises:
+        UserError: HF613 its job.json cannot be read.
+    """
+    target = target_of(run)
+    backend = target_named(target).load_backend()
+    [status] = run_statuses([run], {target: backend})
+    sections: Sections = {
+        "run": {"directory": str(run.path), **dict(detail_lines(status, now_unix))},
+        "job": _job(run.path),
+        "submission": _submission(run),
+        "code": _code(run.path),
+        "attempts": _attempts(run.path),
+        "operators": _operators(run.path),
+        **_platform(status, backend),
+    }
+    return {title: rows for title, rows in sections.items() if rows}
+
+
+def _job(run_dir: Path) -> dict[str, Any]:
+    config = run_dirs.load(run_dir)
+    ladder = config.ladder
+    found = {
+        "name": config.name,
+        "model": config.model_name,
+        "nodes": f"{ladder.max_nodes:,} down to {counted(ladder.min_nodes, 'node')}, "
+        f"{counted(config.gpus_per_node, 'worker')} each",
+        "layout": ladder.rungs[0].layout.label,
+        "checkpoints": config.checkpoint.dir,
+    }
+    if config.command is not None:
+        found["command"] = " ".join(config.command)
+        found.pop("model")
+    return found
+
+
+def _submission(run: StoredRun) -> dict[str, Any]:
+    if run.submission is None:
+        return {}
+    raw = {key: value for key, value in run.submission.to_json().items() if value and key != "v"}
+    if run.submission.job.submit_time is not None:
+        raw["submit_time"] = _local(run.submission.job.submit_time)
+    return raw
+
+
+def _code(run_dir: Path) -> dict[str, Any]:
+    frozen, former = load_frozen(run_dir)
+    if frozen is None:
+        return {}
+    dirty = " with changes" if frozen.dirty else ""
+    found = {
+        "copy": frozen.dir,
+        "of": frozen.source,
+        "revision": f"{frozen.revision}{dirty}" if frozen.revision else "no git repository",
+        "files": f"{frozen.num_files:,}, {frozen.size_bytes:,} bytes",
+    }
+    if former:
+        found["upgraded"] = f"{len(former)} times; before: {former[-1].dir}"
+    return found
+
+
+def _attempts(run_dir: Path) -> list[str]:
+    """Return a line for each start of the batch script."""
+    found = []
+    for folder in (run_dir / "attempts").glob("*"):
+        begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
+        t_unix = begin.get("t_unix")
+        if not isinstance(t_unix, int | float):
+            continue
+        line = f"{folder.name}: began {_local(t_unix)} at step {max(0, int(begin.get('step', 0)))}"
+        if "code" in end:
+            line += f", ended with {end['code']}: {end.get('reason') or 'no reason given'}"
+        found.append((t_unix, line))
+    return [line for _, line in sorted(found)]
+
+
+def _operators(run_dir: Path) -> list[str]:
+    """Return a line for each thing that somebody has had done to the run."""
+    lines = []
+    for act in events_named(run_dir, [ACTED]):
+        saves = ", saved first" if act.fields.get("saves") else ""
+        lines.append(
+            f"{_local(act.t_unix)}  {act.fields.get('action', '?')} by {act.fields.get('by', '?')}"
+            f" (job {act.fields.get('job', '?')}{saves})"
+        )
+    return lines
+
+
+def _platform(status: RunStatus, backend: Backend) -> Sections:
+    try:
+        fields: dict[str, Any] = dict(backend.describe(status.job))
+        events = backend.events(status.job)
+        files = backend.output_files(status.job)
+    except (PlatformError, UserError) as error:
+        return {status.target: {"not known": str(error)}}
+    return {
+        status.target: fields,
+        "platform events": [f"{_local(event.t_unix)}  {event.text}" for event in events],
+        "output": [str(path) for path in files],
+    }
+
+
+def _local(t_unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t_unix))

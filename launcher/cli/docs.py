@@ -123,12 +123,12 @@ are reported at once (HF633).
 
 Weights that `holdfast checkpoint import` made are at step 0, where only the model must fit. To
 change a forbidden key, `holdfast checkpoint export` and `import`: the weights stay, while step,
-moments and cursor begin anew. That is also the way to longer sequences: a window of another
-`seq_len` holds other samples, so there is no place in the data to resume from.
+moments and cursor begin again. That is also the way to longer sequences: a window of another
+`seq_len` holds other samples, so the data has no place to resume from.
 
-The new run needs RUN's checkpoint until it has committed one of its own. While RUN runs, it
-retires old ones (`checkpoint.keep`); those of `checkpoint.keep_every_steps` stay. Both runs need a
-`checkpoint.dir` of their own (HF207).
+The new run needs RUN's checkpoint until it has committed one. While RUN runs, it
+retires old ones (`checkpoint.keep`); those of `checkpoint.keep_every_steps` stay. Each run needs
+its own `checkpoint.dir` (HF207).
 
 `holdfast run --resume RUN` resumes RUN itself, with the job it was started with.
 
@@ -150,7 +150,7 @@ else has defaults. `holdfast check JOB` reports every problem at once; `--set se
 overrides a value; `holdfast schema` is the same for editors. [examples/](../examples) has job
 files to start from.
 
-What belongs to a cluster can stand in `~/.config/holdfast/sites.yaml` or, for all users,
+What belongs to a cluster can be in `~/.config/holdfast/sites.yaml` or, for all users,
 `/etc/holdfast/sites.yaml` (`HOLDFAST_SITES` names another file):
 
 ```yaml
@@ -226,9 +226,5 @@ if __name__ == "__main__":
         for name, text in runbook_pages().items():
             (folder / name).write_text(text, encoding="utf-8")
         sys.exit()
-    texts = {
-        "errors": error_reference,
-        "resume": resume_reference,
-        "job-file": job_file_reference,
-    }
+    texts = {"errors": error_reference, "resume": resume_reference, "job-file": job_file_reference}
     sys.stdout.write(texts.get("".join(sys.argv[1:]), cli_reference)())

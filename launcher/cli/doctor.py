@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what failed first, and what to do about it."""
+"""`holdfast why`, `doctor` and `runbook`: what failed first, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,33 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
-from launcher.spec.errors import UserError
+from launcher.api import open_run
+from launcher.cli.common import json_option, path_option, print_json, run_argument
+from launcher.doctor.doctor import diagnose
+from launcher.doctor.runbook import page, runbook_of, titles
 
-EPILOG = """\b
+_runs_option = path_option(
+    "--runs", default=Path("runs"), show_default=True, help="Folder with the runs."
+)
+
+
+@click.command("why", epilog="Example: holdfast why llama3-405b-20260101-120000")
+@run_argument
+@json_option
+def why(*, run: str, runs: Path, as_json: bool) -> None:
+    """Explain why RUN is not training: why it waits, with the expected start, or what failed first.
+
+    For a failure: the first rank that failed by itself, the evidence in its log, how to fix it.
+    """
+    found = open_run(run, runs)
+    answer = found.why()
+    if as_json:
+        print_json({"run": str(found.path), **answer.to_json()})
+    else:
+        click.echo("\n".join(answer.lines()))
+
+
+DOCTOR_EPILOG = """\b
 Examples:
   holdfast doctor llama3-405b-20260101-120000
   holdfast doctor slurm-4711.out /var/log/kern.log
@@ -18,31 +41,20 @@ Examples:
 """
 
 
-@click.command("doctor", epilog=EPILOG)
+@click.command("doctor", epilog=DOCTOR_EPILOG)
 @click.argument("sources", metavar="RUN|FILE...|-", nargs=-1, required=True)
-@click.option(
-    "--runs",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    help="Folder with the runs.",
-)
+@_runs_option
 @json_option
-def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
+def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> None:
     """Diagnose a failure: its class, the first rank and node that failed, what to do.
 
     Reads a run, logs of any job (also kernel logs, output of sacct and kubectl), folders of them,
     torchelastic's error files and flight recorders' dumps. Give it the logs of all ranks.
     """
-    from launcher.doctor.doctor import diagnose
-
-    try:
-        found = diagnose(sources, runs, sys.stdin.buffer)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    found = diagnose(sources, runs, sys.stdin.buffer)
     if as_json:
         print_json(found.to_json())
-        return EXIT_DONE
+        return
     place = [] if found.rank is None else [f"rank {found.rank}"]
     place += [] if found.node is None else [f"node {found.node}"]
     lines = [f"{found.title} ({found.name}), confidence {found.confidence:.0%}"]
@@ -55,4 +67,39 @@ def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
     lines += [f"runbook: holdfast runbook {found.name}"] if found.runbook else []
     lines += [f"not read: {each}" for each in found.unread]
     click.echo("\n".join(lines))
-    return EXIT_DONE
+
+
+RUNBOOK_EPILOG = """\b
+Examples:
+  holdfast runbook --list
+  holdfast runbook gpu_ecc
+  holdfast runbook --for llama3-405b-20260101-120000
+  holdfast runbook drain-rack --for llama3-405b-20260101-120000
+"""
+
+
+@click.command("runbook", epilog=RUNBOOK_EPILOG)
+@click.argument("name", metavar="[CLASS|PROCEDURE]", required=False)
+@click.option("--for", "run", metavar="RUN", help="Fill in the names of this run.")
+@click.option("--list", "lists", is_flag=True, help="List all runbooks.")
+@_runs_option
+@json_option
+def runbook(*, name: str | None, run: str | None, lists: bool, runs: Path, as_json: bool) -> None:
+    """Print a runbook, as Markdown: by default that of RUN's failure, as the doctor sees it."""
+    if lists:
+        if as_json:
+            print_json(titles())
+        else:
+            width = max(map(len, titles()))
+            click.echo("\n".join(f"{n:{width}}  {title}" for n, title in titles().items()))
+        return
+    if run is not None:
+        name, text = runbook_of(run, runs, name)
+    elif name is not None:
+        text = page(name)
+    else:
+        raise click.UsageError("name a class or procedure, or a run by --for; see --list")
+    if as_json:
+        print_json({"name": name, "title": titles()[name], "text": text})
+    else:
+        click.echo(text, nl=False)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, run_argument
+from launcher.api import open_run
+from launcher.cli.common import run_argument
 from launcher.spec.errors import UserError
 
 EPILOG = """\b
@@ -46,7 +47,7 @@ def logs(
     timestamps: bool,
     since: str | None,
     pattern: str | None,
-) -> int:
+) -> None:
     """Show the logs of RUN across its attempts, each line with its node and rank.
 
     Without --rank and --node: the job's own output, rank 0, and events (lines with --).
@@ -54,34 +55,34 @@ def logs(
     An event has its own time. A log line has the time it begins with, else the time of its
     arrival (with -f) or that of the line before. --since omits what is certainly older.
     """
-    from launcher.api import open_run
-
+    found = open_run(run, runs)
     try:
-        found = open_run(run, runs)
-        lines = found.logs(
-            follow=follow,
-            ranks=None if "all" in ranks else [_rank(rank) for rank in ranks],
-            nodes=nodes,
-            since_unix=None if since is None else _since(since, time.time()),
-            pattern=None if pattern is None else _pattern(pattern),
-            say=lambda text: click.echo(f"-- {text}", err=True),
-        )
-        for line in lines:
-            before = f"{_clock(line.t_unix)} " if timestamps else ""
-            # Of a progress bar what a terminal would show: its newest state.
-            text = line.text.rstrip("\r").rpartition("\r")[2]
-            click.echo(f"{before}{line.label}: {text}")
-        if not follow:  # what is wrong comes last
-            status = found.status()
-            if status.problem:
-                click.echo(status.problem, err=True)
-            for finding in status.findings(time.time()):
-                click.echo(f"-- warning: {finding}", err=True)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
-    return EXIT_DONE
+        wanted = None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise UserError("HF610", f"--grep {pattern}: no regular expression: {error}") from error
+    lines = found.logs(
+        follow=follow,
+        ranks=None if "all" in ranks else [_rank(rank) for rank in ranks],
+        nodes=nodes,
+        since_unix=None if since is None else _since(since, time.time()),
+        pattern=wanted,
+        say=lambda text: click.echo(f"-- {text}", err=True),
+    )
+    for line in lines:
+        clock = "" if line.t_unix is None else time.strftime(_CLOCK, time.localtime(line.t_unix))
+        before = f"{clock:<19} " if timestamps else ""
+        # Of a progress bar what a terminal would show: its newest state.
+        text = line.text.rstrip("\r").rpartition("\r")[2]
+        click.echo(f"{before}{line.label}: {text}")
+    if not follow:  # what is wrong comes last
+        status = found.status()
+        if status.problem:
+            click.echo(status.problem, err=True)
+        for finding in status.findings(time.time()):
+            click.echo(f"-- warning: {finding}", err=True)
 
 
+_CLOCK = "%Y-%m-%d %H:%M:%S"
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -96,20 +97,6 @@ def _since(text: str, now_unix: float) -> float:
         raise UserError(
             "HF610", f"--since {text}: expected a span as 90s, 10min, 2h or 1d, or 2026-01-31 12:00"
         ) from None
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UserError("HF610", f"--grep {text}: no regular expression: {error}") from error
-
-
-def _clock(t_unix: float | None) -> str:
-    """Return a local time, or as many spaces where it is not known."""
-    if t_unix is None:
-        return " " * len("2026-01-31 12:00:00")
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t_unix))
 
 
 def _rank(text: str) -> int:

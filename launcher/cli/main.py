@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
+from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, exit_with_problems
 from launcher.cli.terminal import VisibleStream
 from launcher.spec.errors import HoldfastError, UserError
 
@@ -20,57 +20,52 @@ if TYPE_CHECKING:
 
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Jobs": {
-        "check": ("launcher.cli.check", "Check a job file; report every problem at once."),
-        "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
-        "render": (
-            "launcher.cli.render",
-            "Show what would be submitted: the script, and job.json.",
-        ),
-        "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
-        "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
-        "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
-        "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
-        "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
-        "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
+        "check": ("job", "Check a job file; report every problem at once."),
+        "plan": ("job", "Show layout, placement and ladder of a job."),
+        "render": ("job", "Show what would be submitted: the script, and job.json."),
+        "submit": ("submit", "Submit a job to a cluster, or resume a run."),
+        "restart": ("cancel", "Let a run save and start again on all its nodes."),
+        "cancel": ("cancel", "End a run for good; with --save it saves first."),
+        "run": ("run", "Run a job on an emulated cluster of this machine."),
+        "rehearse": ("rehearse", "Rehearse failures with a scaled-down job, here."),
+        "agent": ("scripts", "Run any torchrun script, with torchrun's flags."),
         "wrap": (
-            "launcher.cli.wrap",
+            "scripts",
             "Let a torchrun batch script or PyTorchJob survive lost nodes.",
         ),
-        "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
+        "schema": ("job", "Print the JSON schema of job files, for editors."),
     },
     "Look": {
-        "status": ("launcher.cli.status", "Show where runs stand."),
-        "list": ("launcher.cli.list_runs", "List all runs of a folder."),
-        "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
-        "top": ("launcher.cli.top", "Show all runs of all users while they run."),
-        "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
-        "describe": ("launcher.cli.describe", "Show all that is known about a run."),
-        "report": ("launcher.cli.report", "Draw what happened in a run."),
-        "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
-        "metrics": ("launcher.cli.metrics", "Serve the metrics of all runs to Prometheus."),
-        "track": ("launcher.cli.track", "Write the curves of runs to experiment trackers."),
-        "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
+        "status": ("status", "Show where runs stand."),
+        "list": ("status", "List all runs of a folder."),
+        "watch": ("watch", "Show a run's screen while it trains."),
+        "top": ("watch", "Show all runs of all users while they run."),
+        "logs": ("logs", "Show the logs of a run, over restarts and requeues."),
+        "describe": ("describe", "Show all that is known about a run."),
+        "report": ("report", "Draw what happened in a run."),
+        "cost": ("cost", "Print what GPU-hours were spent on, by cause."),
+        "metrics": ("metrics", "Serve the metrics of all runs to Prometheus."),
+        "track": ("track", "Write the curves of runs to experiment trackers."),
+        "notify": ("notify", "Tell a webhook what happens to runs."),
     },
     "Fix": {
-        "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
-        "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
-        "runbook": ("launcher.cli.runbook", "Print what to do about a failure, or a procedure."),
-        "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
-        "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
+        "why": ("doctor", "Say why a run waits, or what failed first."),
+        "doctor": ("doctor", "Diagnose logs: what failed first, and what to do."),
+        "runbook": ("doctor", "Print what to do about a failure, or a procedure."),
+        "stacks": ("workers", "Show what the workers of a running job do now."),
+        "shell": ("workers", "Open a shell on the node of a running worker."),
     },
     "Fleet": {
-        "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
-        "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
-        "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
+        "preflight": ("preflight", "Check that every node is fit for a job."),
+        "nodes": ("nodes", "Show and change which machines jobs are kept off."),
+        "drain": ("nodes", "Let jobs leave nodes or a rack at a step boundary."),
     },
-    "Checkpoints": {
-        "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
-    },
+    "Checkpoints": {"checkpoint": ("checkpoint", "List, verify, export and import checkpoints.")},
 }
-"""Command -> module and one line of help. The module's command is `command`, or has its name."""
+"""Command -> module of launcher.cli, one line of help. The function has its name, or `list_`."""
 COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
-INTERNAL: Final = {"batch": "launcher.cli.batch", "forwarded": "launcher.cli.forwarded"}
-"""What wrapped scripts, and Holdfast on another machine, call: in no list."""
+INTERNAL: Final = {"batch": "scripts", "forwarded": "forwarded"}
+"""Wrapped scripts, and Holdfast on another machine, call them; no list has them."""
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
 """Set by a shell that completes a command line, or wants the script that does."""
@@ -87,19 +82,18 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one command, or None where there is none of this name."""
+        """Return one command, or None where the name is unknown."""
         del ctx
-        path = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
-        if not path:
+        name = INTERNAL.get(cmd_name) or COMMANDS.get(cmd_name, ("",))[0]
+        if not name:
             return None
         try:
-            module = importlib.import_module(path)
+            module = importlib.import_module(f"launcher.cli.{name}")
         except ModuleNotFoundError as error:
             # A part that was left out breaks its own command only.
             raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
-        name = "command" if hasattr(module, "command") else cmd_name
-        command = getattr(module, name)
-        assert isinstance(command, click.Command), f"{module.__name__}.{name} is not a command"
+        command = getattr(module, cmd_name, None) or getattr(module, f"{cmd_name}_")
+        assert isinstance(command, click.Command), f"{name}.{cmd_name} is not a command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -137,7 +131,7 @@ class LazyGroup(click.Group):
 
 
 def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    """Print the version of the distribution, or of the checkout where there is none."""
+    """Print the version of the distribution, or the checkout."""
     if not wanted or ctx.resilient_parsing:
         return
     from launcher.platforms.installed import installed_version
@@ -175,8 +169,7 @@ def run_cli(args: list[str] | None = None) -> int:
         with cli.make_context("holdfast", arguments) as ctx:
             result = cli.invoke(ctx)
     except UserError as error:
-        print_problems(error.problems)
-        return EXIT_USER
+        return exit_with_problems(error, as_json=False)
     except HoldfastError as error:
         from launcher.spec.secret_forms import masked
 
@@ -206,7 +199,7 @@ def main() -> None:
 
         sys.exit(shell_complete(cli, {}, "holdfast", COMPLETE, instruction))
     for name in ("stdout", "stderr"):
-        # There is none where the caller has closed it, as cron and daemons do.
+        # The caller may have closed it, as cron and daemons do.
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PTH123
         setattr(sys, name, VisibleStream(stream))
     try:

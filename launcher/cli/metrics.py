@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, exit_with_problems, runs_option
+from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, runs_option
 from launcher.spec.errors import UserError
 
 EPILOG = """\b
@@ -56,25 +56,22 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
     from launcher.runs.reports.metrics import RunsCollector, write_targets
 
     collector = RunsCollector(runs)
+    collector.poll()
+    if once:
+        click.echo(generate_latest(collector.registry()).decode(), nl=False)
+        click.echo("".join(f"{each}\n" for each in collector.problems), nl=False, err=True)
+        return EXIT_DONE
     try:
-        collector.poll()
-        if once:
-            click.echo(generate_latest(collector.registry()).decode(), nl=False)
-            click.echo("".join(f"{each}\n" for each in collector.problems), nl=False, err=True)
-            return EXIT_DONE
-        try:
-            server, _ = start_http_server(listen[1], listen[0], collector.registry())
-        except OSError as error:
-            where = f"{listen[0]}:{listen[1]}"
-            raise UserError(
-                "HF696", f"cannot listen on {where}: {error.strerror or error}; see --listen"
-            ) from error
-        address = f"{listen[0]}:{server.server_port}"
-        agents = collector.agents()
-        if targets is not None:
-            write_targets(targets, address, agents)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
+        server, _ = start_http_server(listen[1], listen[0], collector.registry())
+    except OSError as error:
+        where = f"{listen[0]}:{listen[1]}"
+        raise UserError(
+            "HF696", f"cannot listen on {where}: {error.strerror or error}; see --listen"
+        ) from error
+    address = f"{listen[0]}:{server.server_port}"
+    agents = collector.agents()
+    if targets is not None:
+        write_targets(targets, address, agents)
     click.echo(f"serving http://{address}/metrics", err=True)
     said: list[str] = []
     try:

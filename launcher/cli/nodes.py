@@ -1,27 +1,32 @@
-"""`holdfast nodes`: machines that jobs are kept off, over all runs."""
+"""`holdfast nodes` and `drain`: machines that jobs are kept off, over all runs."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
+from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
+from launcher.fleet import nodes as draining
+from launcher.fleet import nodes as ops
+from launcher.fleet.ledger import fleet_at
+from launcher.fleet.nodes import listed, machines_of
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.platforms.targets import target_named
 from launcher.spec.errors import PlatformError, UserError
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Machine
     from launcher.record.fleet import Entry
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-EPILOG = """\b
+NODES_EPILOG = """\b
 Examples:
   holdfast nodes list
   holdfast nodes exclude node[07,19] --reason "fan broken, ticket 4711"
@@ -31,27 +36,21 @@ Examples:
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def fleet_option(function: _Function) -> _Function:
-    """Add `--fleet PLACE`, as `fleet`: where the ledger lies."""
-    return click.option(
-        "--fleet",
-        metavar="PLACE",
-        default="runs/fleet",
-        show_default=True,
-        help="The fleet's ledger, as cluster.fleet of the jobs: a folder, or "
-        "kubernetes://NAMESPACE/NAME.",
-    )(function)
+fleet_option = click.option(
+    "--fleet",
+    metavar="PLACE",
+    default="runs/fleet",
+    show_default=True,
+    help="The fleet's ledger, as cluster.fleet of the jobs: a folder, or "
+    "kubernetes://NAMESPACE/NAME.",
+)
+to_option = click.option(
+    "--to", "target", metavar="TARGET", default="slurm", show_default=True, help="The platform."
+)
 
 
-def to_option(function: _Function) -> _Function:
-    """Add `--to TARGET`, as `target`: the platform whose machines are meant."""
-    return click.option(
-        "--to", "target", metavar="TARGET", default="slurm", show_default=True, help="The platform."
-    )(function)
-
-
-@click.group("nodes", epilog=EPILOG)
-def command() -> None:
+@click.group("nodes", epilog=NODES_EPILOG)
+def nodes() -> None:
     """Show and change which machines jobs are kept off, over all runs.
 
     Strikes come from runs (lost machines, stragglers, exclusions) and from preflight. Three within
@@ -59,23 +58,17 @@ def command() -> None:
     """
 
 
-@command.command("list")
+@nodes.command("list")
 @fleet_option
 @to_option
 @json_option
-def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
+def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import listed
-
-    try:
-        machines, away = _machines(target)
-        rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    machines, away = _machines(target)
+    rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
     if as_json:
         print_json(rows)
-        return EXIT_DONE
+        return
     if away:
         click.echo(f"{target} is not asked: {away}", err=True)
     for row in rows:
@@ -88,10 +81,9 @@ def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
         click.echo(f"{row['machine']}  {state}  {'; '.join(said)}")
     if not rows:
         click.echo(f"nothing is held against any machine ({fleet})")
-    return EXIT_DONE
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1, required=True)
 @click.option("--reason", required=True, help="Why, for the record.")
 @click.option("--for", "duration", metavar="TIME", help="As 90m, 12h, 7d  [default: until release]")
@@ -99,24 +91,18 @@ def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
 @json_option
 def exclude(
     *, nodes: Sequence[str], reason: str, duration: str | None, fleet: str, as_json: bool
-) -> int:
+) -> None:
     """Keep later jobs off NODES (Slurm's lists too, as n[1-4,7]); what runs there goes on.
 
     `holdfast drain` lets running jobs leave as well.
     """
-    from launcher.fleet import nodes as ops
-    from launcher.fleet.ledger import fleet_at
-
-    try:
-        for_s = None if duration is None else seconds("--for", duration)
-        names = _names(nodes)
-        done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(done, as_json=as_json)
+    for_s = None if duration is None else seconds("--for", duration)
+    names = _names(nodes)
+    done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+    _told(done, as_json=as_json)
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1, required=True)
 @click.option("--reason", default="released", show_default=True, help="Why, for the record.")
 @click.option("--force", is_flag=True, help="Without the check.")
@@ -133,55 +119,37 @@ def release(
     fleet: str,
     target: str,
     as_json: bool,
-) -> int:
+) -> None:
     """Let jobs use NODES again, once `holdfast preflight` passes there.
 
     All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
     for what is held against that GPU alone, wherever it is.
     """
-    from launcher.fleet import nodes as ops
-    from launcher.fleet.ledger import fleet_at
-
-    try:
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        place = Path("runs", ".preflight", stamp).absolute()
-        check = partial(ops.checked, target=target, folder=place, gpus=gpus)
-        said = f"{reason} (not checked)" if force else reason
-        names = _names(nodes)
-        done = ops.release(
-            fleet_at(fleet),
-            names,
-            check=None if force else check,
-            reason=said,
-            now_unix=time.time(),
-        )
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(done, as_json=as_json)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = Path("runs", ".preflight", stamp).absolute()
+    check = partial(ops.checked, target=target, folder=place, gpus=gpus)
+    said = f"{reason} (not checked)" if force else reason
+    names = _names(nodes)
+    done = ops.release(
+        fleet_at(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+    )
+    _told(done, as_json=as_json)
 
 
-@command.command()
+@nodes.command()
 @click.argument("nodes", nargs=-1)
 @fleet_option
 @json_option
-def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
+def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
-    from launcher.fleet.ledger import fleet_at
-
-    try:
-        wanted = set(_names(nodes))
-        found = fleet_at(fleet).entries()
-        entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    return _told(entries, as_json=as_json)
+    wanted = set(_names(nodes))
+    found = fleet_at(fleet).entries()
+    entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
+    _told(entries, as_json=as_json)
 
 
 def _machines(target: str) -> tuple[list[Machine], str]:
     """Return the platform's machines, and why it cannot be asked; empty: it can."""
-    from launcher.fleet.nodes import machines_of
-    from launcher.platforms.targets import target_named
-
     backend = machines_of(target_named(target).load_backend())
     try:
         return backend.machines(), ""
@@ -190,22 +158,19 @@ def _machines(target: str) -> tuple[list[Machine], str]:
 
 
 def _names(nodes: Sequence[str]) -> list[str]:
-    from launcher.platforms.slurm.parse import expand_nodes
-
     return list(dict.fromkeys(name for text in nodes for name in expand_nodes(text)))
 
 
-def _told(entries: Sequence[Entry], *, as_json: bool) -> int:
+def _told(entries: Sequence[Entry], *, as_json: bool) -> None:
     if as_json:
         print_json([entry.to_json() for entry in entries])
-        return EXIT_DONE
+        return
     for entry in entries:
         until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
         run = f" ({entry.run})" if entry.run else ""
         what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
         where = f"{entry.machine} {entry.gpu}".rstrip()
         click.echo(f"{_date(entry.t_unix)}  {where}  {what}  by {entry.by}")
-    return EXIT_DONE
 
 
 def _date(t_unix: float) -> str:
@@ -222,3 +187,52 @@ def seconds(option: str, text: str) -> float:
     if match is None:
         raise UserError("HF610", f"{option} {text!r:.40}: write 90m, 12h or 7d")
     return int(match[1]) * _UNITS[match[2]]
+
+
+DRAIN_EPILOG = """\b
+Examples:
+  holdfast drain node07 --reason "fan broken"
+  holdfast drain rack12 --reason "power work" --by 30m
+  holdfast drain node[01-08] --to jobset --json
+"""
+
+
+@click.command("drain", epilog=DRAIN_EPILOG)
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...|RACK")
+@click.option("--reason", default="drained", show_default=True, help="For platform and record.")
+@click.option(
+    "--by", metavar="TIME", default="10m", show_default=True, help="Wait so long, as 90m or 12h."
+)
+@fleet_option
+@to_option
+@json_option
+def drain(
+    *, nodes: Sequence[str], reason: str, by: str, fleet: str, target: str, as_json: bool
+) -> int:
+    """Drain nodes, or all of a rack: jobs leave them at a step boundary and redo no step.
+
+    The platform is told (Slurm: DRAIN, Kubernetes: cordon and eviction), which takes its operator's
+    rights. Then jobs of Holdfast continue on their other nodes, spares first. A rack is a leaf
+    switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
+    code 1: something is left there after TIME; it is named, and the drain stays.
+    """
+    wait_s = seconds("--by", by)
+    platform = machines_of(target_named(target).load_backend())
+    names = draining.named(nodes, platform.machines())
+    done = draining.drain(
+        platform,
+        fleet_at(fleet),
+        names,
+        reason=reason,
+        for_s=wait_s,
+        now_unix=time.time(),
+        say=(lambda _: None) if as_json else say,
+    )
+    if as_json:
+        print_json({"left": list(done.left), "waiting": sorted(done.waiting)})
+    else:
+        for name in done.left:
+            click.echo(f"{name}  drained, nothing is left there")
+        for name, what in sorted(done.waiting.items()):
+            click.echo(f"{name}  draining: {what}")
+    return EXIT_FAILED if done.waiting else EXIT_DONE

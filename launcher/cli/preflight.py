@@ -15,19 +15,24 @@ from elastic_trainer.plan.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
-    exit_with_problems,
-    folder_of,
     json_option,
+    path_option,
     print_json,
+    say,
     set_option,
 )
 from launcher.cli.nodes import fleet_option
+from launcher.cli.terminal import print_table
+from launcher.fleet.ledger import fleet_at
+from launcher.fleet.nodes import note_failed, note_moved
+from launcher.fleet.preflight.nodes import NodeSelection, Preflight
+from launcher.fleet.preflight.report import Expected
+from launcher.render.local import checkpoint_dir, resolve
 from launcher.spec.errors import UserError
+from launcher.spec.reading import load_spec
 
 if TYPE_CHECKING:
-    from launcher.fleet.preflight.nodes import NodeSelection
-    from launcher.fleet.preflight.report import Expected, NodeReport
-    from launcher.record.fleet import Entry
+    from launcher.fleet.preflight.report import NodeReport
 
 EPILOG = """\b
 Examples:
@@ -59,10 +64,8 @@ Examples:
     "--collectives", is_flag=True, help="Then find slow and broken nodes by all-reduces of groups."
 )
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for all nodes.")
-@click.option(
+@path_option(
     "--folder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
     help="For the round's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
 )
 @fleet_option
@@ -93,38 +96,36 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.fleet.preflight.nodes import NodeSelection, Preflight
-    from launcher.fleet.preflight.report import Expected
-
-    try:
-        where, expected = _asked(
-            job,
-            sets,
-            NodeSelection(cluster=target, partition=partition, nodes=nodes, gres_gpus=gpus or 0),
-            Expected(
-                gpus=gpus or 0,
-                directory=str(Path(directory or ".").absolute()),
-                min_free_gib=free_gib,
-                min_shm_gib=shm_gib,
-                min_write_mib_s=write_mib,
-            ),
-            given={"gpus": gpus is not None, "directory": directory is not None},
-        )
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        place = (folder or Path("runs") / ".preflight" / stamp).absolute()
-        say = (lambda _: None) if as_json else lambda text: click.echo(text, err=True)
-        round_ = Preflight(where=where, folder=place, say=say)
-        reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
-        if collectives:
-            reports = round_.collectives(reports)
-        out = _noted(fleet, reports) if target == "slurm" else []
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    where, expected = _asked(
+        job,
+        sets,
+        NodeSelection(cluster=target, partition=partition, nodes=nodes, gres_gpus=gpus or 0),
+        Expected(
+            gpus=gpus or 0,
+            directory=str(Path(directory or ".").absolute()),
+            min_free_gib=free_gib,
+            min_shm_gib=shm_gib,
+            min_write_mib_s=write_mib,
+        ),
+        given={"gpus": gpus is not None, "directory": directory is not None},
+    )
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = (folder or Path("runs") / ".preflight" / stamp).absolute()
+    tell = (lambda _: None) if as_json else say
+    round_ = Preflight(where=where, folder=place, say=tell)
+    reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
+    if collectives:
+        reports = round_.collectives(reports)
+    out = []
+    if target == "slurm":
+        ledger, now = fleet_at(fleet), time.time()
+        out = [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
     failed = [report for report in reports if report.level == "fail"]
     if not failed:
         round_.tidy()
     if as_json:
-        print_json({"ok": not failed, "nodes": [_plain(report) for report in reports]})
+        nodes_found = [{**asdict(report), "level": report.level} for report in reports]
+        print_json({"ok": not failed, "nodes": nodes_found})
     else:
         _print_table(reports)
         kept = f"; what they wrote is in {place}" if failed and place.is_dir() else ""
@@ -141,15 +142,6 @@ _FOLLOWS = {
 }
 
 
-def _noted(place: str, reports: Sequence[NodeReport]) -> list[Entry]:
-    """Write what was found into the fleet's ledger."""
-    from launcher.fleet.ledger import fleet_at
-    from launcher.fleet.nodes import note_failed, note_moved
-
-    ledger, now = fleet_at(place), time.time()
-    return [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
-
-
 def _asked(
     job: str | None,
     sets: Sequence[str],
@@ -158,21 +150,18 @@ def _asked(
     *,
     given: Mapping[str, bool],
 ) -> tuple[NodeSelection, Expected]:
-    """Fill in what the command line leaves to the job; `given` says what it does not."""
+    """Fill in from the job what is not `given` on the command line."""
     if job is None:
         if sets:
             raise UserError("HF610", "--set changes a job; name one")
         return where, expected
-    from launcher.render.local import checkpoint_dir, resolve
-    from launcher.spec.reading import load_spec
-
-    spec, base_dir = load_spec(job, sets), folder_of(job)
+    spec = load_spec(job, sets)
     if not given["gpus"]:
         count = spec.cluster.gpus_per_node if spec.device == "cuda" else 0
         where, expected = replace(where, gres_gpus=count), replace(expected, gpus=count)
     if not given["directory"]:
         runs = Path("runs").absolute() / "-"
-        place = Path(checkpoint_dir(spec, run_dir=runs, base_dir=base_dir)).absolute()
+        place = Path(checkpoint_dir(spec, run_dir=runs, base_dir=spec.folder)).absolute()
         # It may not be there yet: what is above it is on the same storage.
         there = next(folder for folder in (place, *place.parents) if folder.is_dir())
         expected = replace(expected, directory=str(there))
@@ -183,30 +172,15 @@ def _asked(
         account=spec.slurm.account,
         qos=spec.slurm.qos,
         reservation=spec.slurm.reservation,
-        python=None if venv is None else f"{resolve(venv, base_dir)}/bin/python",
+        python=None if venv is None else f"{resolve(venv, spec.folder)}/bin/python",
     )
     return where, expected
 
 
-def _plain(report: NodeReport) -> dict[str, object]:
-    return {**asdict(report), "level": report.level}
-
-
 def _print_table(reports: Sequence[NodeReport]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("node", "result", "check", "what"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for report in reports:
-        rows = [(f.level, f.check, f.text) for f in report.findings] or [
-            ("fail", "start", report.problem)
-        ]
-        for index, (level, check, text) in enumerate(rows):
-            table.add_row(report.node if index == 0 else "", level, check, text)
-    console.print(table, highlight=False, markup=False)
+        found = [(f.level, f.check, f.text) for f in report.findings]
+        found = found or [("fail", "start", report.problem)]
+        rows += [(report.node if not i else "", *cells) for i, cells in enumerate(found)]
+    print_table(("node", "result", "check", "what"), rows)

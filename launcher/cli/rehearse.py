@@ -16,14 +16,14 @@ from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    exit_with_problems,
     handling,
     json_option,
     path_option,
     print_json,
+    say,
     set_option,
 )
-from launcher.spec.errors import UserError
+from launcher.cli.terminal import coloured, print_table
 
 if TYPE_CHECKING:
     from launcher.local.rehearsal.verdicts import RowVerdict
@@ -85,17 +85,10 @@ def rehearse(
         place = (folder or Path("runs") / f"rehearsal-{spec.name}-{stamp}").absolute()
         changes = scaled(spec, place / CORPUS)
         rehearsal = Rehearsal(
-            job=job,
-            spec=spec,
-            sets=(*changes, *sets),
-            folder=place,
-            timeout_s=timeout,
-            say=lambda text: click.echo(text, err=True),
+            job=job, spec=spec, sets=(*changes, *sets), folder=place, timeout_s=timeout, say=say
         )
         with handling((signal.SIGINT, signal.SIGTERM), rehearsal.interrupt):
             rows = rehearsal.run([Failing(name) for name in FAILURES if not only or name in only])
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
     except Interrupted:
         shutil.rmtree(place, ignore_errors=True)
         click.echo("interrupted; nothing is left", err=True)
@@ -108,7 +101,8 @@ def rehearse(
         found = [row.to_dict() for row in rows]
         print_json({"ok": ok, "scaled": list(changes), "failures": found, "folder": kept})
     else:
-        _print_table(rows)
+        cells = [(row.failing, coloured(row.level, _COLOURS), row.text) for row in rows]
+        print_table(("failure", "result", "what"), cells)
         click.echo(_closing(rows, place, ok=ok))
     return EXIT_DONE if ok else EXIT_FAILED
 
@@ -124,20 +118,3 @@ def _closing(rows: Sequence[RowVerdict], place: Path, *, ok: bool) -> str:
         return f"nothing was rehearsed: none of these can be shown here; the runs are in {place}"
     rehearsed = [row for row in rows if row.level != "not here"]
     return f"{counted(len(rehearsed), 'failure')} survived"
-
-
-def _print_table(rows: Sequence[RowVerdict]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("failure", "result", "what"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(row.failing, Text(row.level, _COLOURS.get(row.level, "")), Text(row.text))
-    console.print(table, highlight=False, markup=False)

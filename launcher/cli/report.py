@@ -9,22 +9,13 @@ from typing import Any
 
 import click
 
-from launcher.cli.common import (
-    EXIT_DONE,
-    exit_with_problems,
-    json_option,
-    path_option,
-    print_json,
-    run_argument,
-)
+from launcher.cli.common import json_option, path_option, print_json, run_argument, say
 from launcher.platforms.targets import target_named
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.fetching import fetched
-from launcher.runs.reports.data import loss_curve, report_data
+from launcher.runs.fetching import Fetcher
+from launcher.runs.reports.data import current_summary, loss_curve, report_data
 from launcher.runs.reports.report import write_csv, write_report
 from launcher.runs.runs import StoredRun, current_job, find_run
-from launcher.runs.summary_file import current_summary
-from launcher.spec.errors import UserError
 
 EPILOG = """\b
 Examples:
@@ -42,10 +33,7 @@ _LIVE = ("running", "parked")
 @click.command("report", epilog=EPILOG)
 @run_argument
 @path_option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="A .html, .png or .csv file  [default: RUN/report.html]",
+    "-o", "--output", metavar="FILE", help="A .html, .png or .csv file  [default: RUN/report.html]"
 )
 @click.option("--compare", metavar="RUN", multiple=True, help="Draw this run too; repeatable.")
 @click.option("--follow", is_flag=True, help="Draw it again every 30 s until the run has ended.")
@@ -58,30 +46,26 @@ def report(
     compare: tuple[str, ...],
     follow: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """Draw RUN, live or finished: loss with failures and layouts, recovery phases.
 
     HTML is one self-contained page, which reloads itself with --follow; PNG
     its charts; CSV a line for each step that counts. With --json the summary
     is printed and nothing is drawn but what -o asks for.
     """
-    try:
-        found = find_run(run, runs)
-        others = [find_run(name, runs) for name in compare]
-        path = output or (None if as_json else found.path / "report.html")
-        summary = _write(found, others, path, refresh=follow)
-        while follow and summary["state"] in _LIVE:
-            time.sleep(_FOLLOW_S)
-            summary = _write(found, others, path, refresh=True)
-        if follow:
-            summary = _write(found, others, path, refresh=False)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    found = find_run(run, runs)
+    others = [find_run(name, runs) for name in compare]
+    path = output or (None if as_json else found.path / "report.html")
+    summary = _write(found, others, path, refresh=follow)
+    while follow and summary["state"] in _LIVE:
+        time.sleep(_FOLLOW_S)
+        summary = _write(found, others, path, refresh=True)
+    if follow:
+        summary = _write(found, others, path, refresh=False)
     if as_json:
         print_json(summary)
     else:
         click.echo(path)
-    return EXIT_DONE
 
 
 def _write(
@@ -90,8 +74,7 @@ def _write(
     """Write the report to `path`, if any; return the summary."""
     if found.submission is not None:
         backend = target_named(found.submission.target).load_backend()
-        if trouble := fetched(backend, current_job(found)):
-            click.echo(trouble, err=True)
+        Fetcher(backend, say).fetch(current_job(found))
     summary, events = current_summary(found.path)
     if path is None:
         return summary

@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,7 +17,6 @@ from launcher.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USER,
-    exit_with_problems,
     handling,
     json_option,
     path_option,
@@ -28,7 +27,7 @@ from launcher.cli.terminal import direct
 from launcher.local import job as local_job
 from launcher.local.run import Interrupts
 from launcher.platforms.background import SUMMARY
-from launcher.runs.views import LiveView, PlainView, View
+from launcher.runs.watching.screen import LiveView, PlainView, View
 from launcher.spec.errors import UserError
 
 EPILOG = """\b
@@ -92,29 +91,32 @@ def run(
     printed at the end and progress goes to stderr. Exit codes: 0 done, 1 it
     failed, 2 the input is wrong, 130 interrupted.
     """
-    try:
-        prepared = _prepare(
-            job,
-            nodes=nodes,
-            faults=faults,
-            chaos=chaos,
-            sets=sets,
-            run_dir=run_dir,
-            resume=resume,
-            start=start,
-        )
-        if prepared is None:
-            assert resume is not None
-            click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
-            if as_json:
-                click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
-            return EXIT_DONE
-        interrupts = Interrupts()
-        with handling((signal.SIGINT, signal.SIGTERM), interrupts):
-            view = _view(as_json=as_json, quiet=quiet)
-            result = local_job.execute(prepared, interrupts=interrupts, view=view)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    injected: dict[str, Any] = {"nodes": nodes, "faults": faults, "chaos": chaos}
+    if resume is not None:
+        options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir), ("--from", start))
+        if given := [name for name, value in options if value]:
+            raise UserError(
+                "HF610",
+                f"{', '.join(given)} cannot be combined with --resume: a run resumes with the job "
+                "it was started with; for another job leave --resume out",
+            )
+        prepared = local_job.prepare_resume(resume, **injected)
+    elif job is None:
+        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        new: dict[str, Any] = {"sets": sets, "run_dir": run_dir, "start": start, "stamp": stamp}
+        prepared = local_job.prepare_new(job, **injected, **new)
+    if prepared is None:
+        assert resume is not None
+        click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
+        if as_json:
+            click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
+        return EXIT_DONE
+    interrupts = Interrupts()
+    with handling((signal.SIGINT, signal.SIGTERM), interrupts):
+        view = _view(as_json=as_json, quiet=quiet)
+        result = local_job.execute(prepared, interrupts=interrupts, view=view)
     if as_json:
         print_json(result.summary)
     if result.code == EXIT_DONE:
@@ -125,42 +127,6 @@ def run(
     if result.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_USER if result.is_user_error else EXIT_FAILED
-
-
-def _prepare(
-    job: Path | None,
-    *,
-    nodes: int | None,
-    faults: Sequence[str],
-    chaos: str | None,
-    sets: Sequence[str],
-    run_dir: Path | None,
-    resume: Path | None,
-    start: str | None,
-) -> local_job.PreparedRun | None:
-    """Return what is to be run; None: the run to resume is finished."""
-    if resume is not None:
-        options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir), ("--from", start))
-        given = [name for name, value in options if value]
-        if given:
-            raise UserError(
-                "HF610",
-                f"{', '.join(given)} cannot be combined with --resume: a run resumes with the job "
-                "it was started with; for another job leave --resume out",
-            )
-        return local_job.prepare_resume(resume, nodes=nodes, faults=faults, chaos=chaos)
-    if job is None:
-        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
-    return local_job.prepare_new(
-        job,
-        nodes=nodes,
-        faults=faults,
-        chaos=chaos,
-        sets=sets,
-        run_dir=run_dir,
-        start=start,
-        stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
-    )
 
 
 def _view(*, as_json: bool, quiet: bool) -> View:

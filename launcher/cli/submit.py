@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 
 from elastic_trainer.plan.quantities import counted
+from launcher.api import Run, open_run
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
+    TARGETS_HELP,
     dicts,
-    exit_with_problems,
     handling,
     json_option,
+    path_option,
     print_json,
     print_problems,
+    say,
     set_option,
     site_option,
+    target_on,
+    target_option,
 )
 from launcher.cli.terminal import direct, for_programs
+from launcher.platforms.base import JobState
+from launcher.platforms.targets import target_named
+from launcher.record.event import named
+from launcher.runs.runs import find_sweep, runs_of_sweep
+from launcher.runs.submitting import submit as ops
+from launcher.runs.submitting.resume import resume as resume_runs
+from launcher.runs.watching.run_status import target_of
+from launcher.runs.watching.screen import LiveView, PlainView
+from launcher.runs.watching.watch import Watch
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.api import Run
     from launcher.platforms.base import Backend
     from launcher.platforms.sites import Site
     from launcher.record.failures import ExcludedMachine
-    from launcher.runs.runs import StoredRun as Found
-    from launcher.runs.submitting.submit import PreparedSubmission
+    from launcher.runs.runs import StoredRun
+    from launcher.runs.submitting.submit import PreparedSubmission, Submitted
 
 EPILOG = """\b
 Examples:
@@ -48,18 +60,11 @@ Examples:
 
 @click.command("submit", epilog=EPILOG)
 @click.argument("job", required=False)
-@click.option(
-    "--to",
-    "target",
-    metavar="TARGET",
-    help="slurm, pytorchjob, jobset, trainjob or local  [default: the site's, or slurm]",
-)
+@target_option(TARGETS_HELP)
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; contact nothing.")
 @click.option("--watch", is_flag=True, help="Follow the job until it ends.")
-@click.option(
+@path_option(
     "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
     help="Run directory, on storage that all nodes share  [default: ./runs/<name>-<time>]",
 )
 @set_option
@@ -79,7 +84,7 @@ Examples:
     help="Resume a run, or the unfinished runs of a sweep, from the newest checkpoint. "
     "--set may change what it asks of its platform, as kubernetes.image or slurm.time.",
 )
-@click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
+@click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment again.")
 @click.option(
     "--all-nodes",
     is_flag=True,
@@ -116,184 +121,115 @@ def submit(  # noqa: PLR0917  click passes options by name
     Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
     --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
     """
+    if resume is not None:
+        new = {"JOB": job, "--run-dir": run_dir, "--sweep": sweep, "--to": target, "--site": site}
+        _refuse_with("--resume", new | {"--dry-run": dry_run})
+    else:
+        _refuse_with("a new run", {"--upgrade": upgrade})
+        _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
+    if resume is None and job is None:
+        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
     # A closed terminal leaves no more behind than Ctrl-C; what nohup ignores stays ignored.
     ends = (signal.SIGHUP, signal.SIGTERM)
     default = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        with handling(default, signal.default_int_handler):
-            if resume is not None:
-                given = {
-                    "JOB": job,
-                    "--run-dir": run_dir,
-                    "--sweep": sweep,
-                    "--to": target,
-                    "--site": site,
-                }
-                _refuse_with("--resume", given | {"--dry-run": dry_run})
-                return _resume(
-                    resume,
-                    upgrade=upgrade,
-                    all_nodes=all_nodes,
-                    force=force,
-                    sets=sets,
-                    watch=watch,
-                    as_json=as_json,
-                )
-            _refuse_with("a new run", {"--upgrade": upgrade})
-            _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
-            return _submit(
-                _needed(job),
-                target=target or (None if site is None else site.target) or "slurm",
-                sets=sets,
-                site=site,
-                sweep=sweep,
-                run_dir=run_dir,
-                look=not unseen,
-                dry_run=dry_run,
-                all_nodes=all_nodes,
-                force=force,
-                watch=watch,
-                as_json=as_json,
-            )
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
+    with handling(default, signal.default_int_handler):
+        if resume is not None:
+            how = {"upgrade": upgrade, "all_nodes": all_nodes, "force": force}
+            return _resume(resume, sets, how, watch=watch, as_json=as_json)
+        name = target_on(site, target) or "slurm"
+        prepared = ops.prepare(
+            str(job),
+            target=name,
+            sets=sets,
+            site=site,
+            sweep=sweep,
+            run_dir=run_dir,
+            look=not unseen,
+        )
+        if not as_json:
+            print_problems(prepared.warnings)
+        if dry_run:
+            return _show(prepared, as_json=as_json)
+        backend = target_named(name).load_backend()
+        _say_ignored(backend)
+        done = ops.submit(prepared, backend, all_nodes=all_nodes, force=force)
+        _show_submitted(prepared, done, watch=watch, as_json=as_json)
+        if watch and len(done.runs) == 1:
+            return _watch(done.runs[0], backend)
+    return EXIT_DONE
 
 
-def _submit(
-    job: str,
-    *,
-    target: str,
-    sets: Sequence[str],
-    site: Site | None,
-    sweep: Sequence[str],
-    run_dir: Path | None,
-    look: bool,
-    dry_run: bool,
-    all_nodes: bool,
-    force: bool,
-    watch: bool,
-    as_json: bool,
-) -> int:
-    from launcher.api import Run
-    from launcher.runs.submitting import submit as ops
-    from launcher.runs.watching.run_status import make_backends
-
-    prepared = ops.prepare(
-        job,
-        target=target,
-        stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
-        python=sys.executable,
-        sets=sets,
-        site=site,
-        sweep=sweep,
-        run_dir=run_dir,
-        look=look,
-    )
-    if not as_json:
-        print_problems(prepared.warnings)
-    if dry_run:
-        return _show(prepared, as_json=as_json)
-    backend = make_backends([target])[target]
-    _say_ignored(backend)
-    done = ops.submit(prepared, backend, all_nodes=all_nodes, force=force)
-    if not as_json:
-        print_problems(done.warnings)
+def _show_submitted(
+    prepared: PreparedSubmission, done: Submitted, *, watch: bool, as_json: bool
+) -> None:
+    target, run_dir, job_id = prepared.target, prepared.run_dir, done.job.id
     if as_json:
-        runs = [{"run": str(run.path), "job_id": _id(run)} for run in done.runs]
-        answer = {"ok": True, "target": target, "job_id": done.job.id}
+        answer = {"ok": True, "target": target, "job_id": job_id, "run_dir": str(run_dir)}
         warnings = dicts((*prepared.warnings, *done.warnings))
-        print_json({**answer, "run_dir": str(done.run_dir), "runs": runs, "warnings": warnings})
-    else:
-        many = f", {len(done.runs)} tasks" if len(done.runs) > 1 else ""
-        click.echo(f"{target} job {done.job.id}{many}: {done.run_dir}")
-        if not watch:
-            many_runs = f"list --runs {done.run_dir}"
-            click.echo(f"next: holdfast {many_runs if many else f'status {done.runs[0].path}'}")
-    return _watch(Run(done.runs[0], backend)) if watch and len(done.runs) == 1 else EXIT_DONE
+        print_json({**answer, "runs": _rows(done.runs), "warnings": warnings})
+        return
+    print_problems(done.warnings)
+    many = len(done.runs) > 1
+    click.echo(f"{target} job {job_id}{f', {len(done.runs)} tasks' if many else ''}: {run_dir}")
+    if not watch:
+        look = f"list --runs {run_dir}" if many else f"status {done.runs[0].path}"
+        click.echo(f"next: holdfast {look}")
 
 
 def _resume(
-    name: str,
-    *,
-    upgrade: bool,
-    all_nodes: bool,
-    force: bool,
-    sets: Sequence[str],
-    watch: bool,
-    as_json: bool,
+    name: str, sets: Sequence[str], how: Mapping[str, bool], *, watch: bool, as_json: bool
 ) -> int:
-    from launcher.api import open_run
-    from launcher.runs.runs import find_sweep
-
-    if (sweep := find_sweep(name, Path("runs"))) is not None:
+    if (folder := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
         _refuse_with("--resume of a sweep", {"--set": sets})
-        return _resume_sweep(
-            sweep, upgrade=upgrade, all_nodes=all_nodes, force=force, as_json=as_json
-        )
+        _resume_sweep(folder, how, as_json=as_json)
+        return EXIT_DONE
     run = open_run(name)
-    target = run.target
     _say_ignored(run.backend)
-    done = run.resume(upgrade=upgrade, all_nodes=all_nodes, force=force, sets=sets)
-    if not as_json:
-        print_problems(done.warnings)
+    done = run.resume(**how, sets=sets)
+    changed = done.upgraded.get(run.path.name)
     if as_json:
         job_id = None if done.job is None else done.job.id
-        answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded}
+        answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": changed}
         without = [each.to_json() for each in done.without]
         print_json({**answer, "without": without, "warnings": dicts(done.warnings)})
-    elif done.job is None:
-        click.echo(f"{name} has done its last step already: nothing to do")
     else:
-        click.echo(f"{target} job {done.job.id}: {run.path} resumes")
-        for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
-            click.echo(line)
-        _say_without(done.without, target)
-    return _watch(run) if watch and done.job is not None else EXIT_DONE
+        print_problems(done.warnings)
+        if done.job is None:
+            click.echo(f"{name} has done its last step already: nothing to do")
+        else:
+            click.echo(f"{run.target} job {done.job.id}: {run.path} resumes")
+            for line in ["nothing has changed"] if changed == [] else changed or []:
+                click.echo(line)
+            _say_without(done.without, run.target)
+    return _watch(run.submitted, run.backend) if watch and done.job is not None else EXIT_DONE
 
 
-def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
-    """Say which nodes a submission does without, why, and how they come back."""
-    from launcher.platforms.targets import target_named
-    from launcher.record.event import named
-
-    for each in nodes:
-        click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
-    if nodes:
-        click.echo(
-            "to use all nodes again: holdfast cancel RUN --save, submit --resume RUN --all-nodes; "
-            f"to exclude a node for good: {target_named(target).exclude} of the job file"
-        )
-
-
-def _resume_sweep(
-    folder: Path, *, upgrade: bool, all_nodes: bool, force: bool, as_json: bool
-) -> int:
-    from launcher.runs.runs import runs_of_sweep
-    from launcher.runs.submitting.resume import resume_sweep
-    from launcher.runs.watching.run_status import make_backends, target_of
-
+def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> None:
     runs = runs_of_sweep(folder)
     if not runs:
-        raise UserError("HF613", f"{folder} has none of its runs any more; submit them anew")
+        raise UserError("HF613", f"{folder} has none of its runs any more; submit them again")
     target = target_of(runs[0])
-    backend = make_backends([target])[target]
+    backend = target_named(target).load_backend()
     _say_ignored(backend)
-    found = resume_sweep(runs, backend, upgrade_code=upgrade, all_nodes=all_nodes, force=force)
+    upgrade, all_nodes, force = how["upgrade"], how["all_nodes"], how["force"]
+    found = resume_runs(
+        runs, backend, sweep=True, upgrade=upgrade, all_nodes=all_nodes, force=force
+    )
     if as_json:
         print_json(
             {
                 "ok": True,
                 "job_id": None if found.job is None else found.job.id,
-                "runs": [{"run": str(run.path), "job_id": _id(run)} for run in found.again],
+                "runs": _rows(found.again),
                 "live": [str(run.path) for run in found.live],
                 "done": [str(run.path) for run in found.done],
-                "upgraded": found.upgraded,
+                "upgraded": found.upgraded if upgrade and found.job else None,
                 "without": [each.to_json() for each in found.without],
                 "warnings": dicts(found.warnings),
             }
         )
-        return EXIT_DONE
+        return
     print_problems(found.warnings)
     for what, tasks in (
         (f"{target} job {found.job.id}: resumes" if found.job else "", found.again),
@@ -303,11 +239,21 @@ def _resume_sweep(
         if tasks:
             listed = ", ".join(run.path.name for run in tasks)
             click.echo(f"{what}: task{'s' * (len(tasks) > 1)} {listed} of {folder}")
-    for task, lines in (found.upgraded or {}).items():
+    for task, lines in found.upgraded.items():
         for line in lines or ["nothing has changed"]:
             click.echo(f"{task}: {line}")
     _say_without(found.without, target)
-    return EXIT_DONE
+
+
+def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
+    """Say which nodes a submission does without, why, and how they come back."""
+    for each in nodes:
+        click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
+    if nodes:
+        click.echo(
+            "to use all nodes again: holdfast cancel RUN --save, submit --resume RUN --all-nodes; "
+            f"to exclude a node for good: {target_named(target).exclude} of the job file"
+        )
 
 
 def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
@@ -335,30 +281,18 @@ def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _watch(run: Run) -> int:
-    """Show the run's progress until it has ended."""
-    from rich.console import Console
-
-    from launcher.platforms.base import JobState
-    from launcher.runs.views import LiveView, PlainView
-    from launcher.runs.watching.watch import Watch
-
+def _watch(found: StoredRun, backend: Backend) -> int:
+    """Show a run's progress until it has ended."""
     console = Console(file=direct(sys.stderr))
     view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:
-        Watch(run=run.submitted, backend=run.backend, say=view.note).progress(view)
+        Watch(run=found, backend=backend, say=view.note).progress(view)
     except KeyboardInterrupt:
-        click.echo(f"the job continues; see holdfast status {run.path}", err=True)
+        say(f"the job continues; see holdfast status {found.path}")
         raise
-    answer = run.why()
-    click.echo("\n".join(answer.lines()), err=True)
+    answer = Run(found, backend).why()
+    say("\n".join(answer.lines()))
     return EXIT_DONE if answer.state is JobState.DONE else EXIT_FAILED
-
-
-def _needed(job: str | None) -> str:
-    if job is None:
-        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
-    return job
 
 
 def _refuse_with(what: str, options: dict[str, object]) -> None:
@@ -376,5 +310,8 @@ def _say_ignored(backend: Backend) -> None:
         )
 
 
-def _id(run: Found) -> str | None:
-    return run.submission.job.id if run.submission else None
+def _rows(runs: Sequence[StoredRun]) -> list[dict[str, str | None]]:
+    return [
+        {"run": str(run.path), "job_id": run.submission.job.id if run.submission else None}
+        for run in runs
+    ]

@@ -7,9 +7,13 @@ import re
 import select
 import termios
 import tty
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _COLOUR: Final = r"\x1b\[[0-9;]*m"
 _CONTROL: Final = (
@@ -46,7 +50,6 @@ class VisibleStream:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream itself has."""
         return getattr(self.direct, name)
 
 
@@ -58,6 +61,39 @@ def direct(stream: TextIO) -> TextIO:
 def for_programs(stream: TextIO) -> TextIO:
     """Return where a script goes: to another program as it is, to a terminal as all else."""
     return stream if stream.isatty() else direct(stream)
+
+
+def wide_console() -> Console:
+    """Return a console on stdout; into a pipe it writes whole lines."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
+def coloured(word: object, colours: Mapping[Any, str], default: str = "") -> Text:
+    """Return a word in its colour, for a cell of a table."""
+    from rich.text import Text
+
+    return Text(str(word), colours.get(word, default))
+
+
+def print_table(
+    names: Iterable[str], rows: Iterable[Sequence[str | Text]], *, numbers: Collection[str] = ()
+) -> None:
+    """Print a table on stdout; the columns in `numbers` are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    wide_console().print(table, highlight=False)
 
 
 LEAVE: Final = ("q", "\x03", "\x04")

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from elastic_trainer.plan.config import TRACKERS
-from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, exit_with_problems, runs_option
+from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, runs_option, say
+from launcher.runs.reports.tracking import TrackedRun
+from launcher.runs.run_dir import load
+from launcher.runs.runs import find_run, find_users_runs
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,15 +66,11 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
                 if once or (run is not None and all(each.is_over for each in left)):
                     return EXIT_DONE
                 threading.Event().wait(_EVERY_S)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
 def _paths(run: str | None, runs: Path) -> list[Path]:
-    from launcher.runs.runs import find_run, find_users_runs
-
     if run is not None:
         return [find_run(run, runs).path]
     found, _ = find_users_runs(runs)
@@ -84,9 +83,6 @@ def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> Tr
     Raises:
         UserError: HF613 it cannot be read; HF699 it was asked for and names no trackers.
     """
-    from launcher.runs.reports.tracking import TrackedRun
-    from launcher.runs.run_dir import load
-
     try:
         config = load(path)
     except UserError:
@@ -101,10 +97,5 @@ def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> Tr
     if not wanted or not os.access(path, os.W_OK):
         return None
     return TrackedRun(
-        path,
-        run_id=config.run_id,
-        trackers=wanted,
-        writer=writer,
-        wall=time.time,
-        say=lambda text: click.echo(text, err=True),
+        path, run_id=config.run_id, trackers=wanted, writer=writer, wall=time.time, say=say
     )

@@ -37,14 +37,14 @@ from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
 from launcher.runs.checkpoints.start_from import corpus_pin, start_from
-from launcher.runs.live import live_problems
-from launcher.runs.permissions import check_run_dir
+from launcher.runs.reports.data import audit_ledger, write_summary
+from launcher.runs.run_dir import check_run_dir
 from launcher.runs.runs import StoredRun
-from launcher.runs.summary_file import audit_ledger, write_summary
-from launcher.runs.views import View
+from launcher.runs.submitting.asking import live_problems
 from launcher.runs.watching.run_status import RunStatus
+from launcher.runs.watching.screen import View
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 
@@ -142,7 +142,7 @@ def prepare_new(
     try:
         run_dirs.create(directory, bundle)
         run_dirs.check_storage(directory)
-        run_dirs.check_checkpoint_dir(rendered)
+        check_checkpoint_dir(rendered)
     except UserError:
         if not existed:  # it holds nothing but what was just rendered
             shutil.rmtree(directory, ignore_errors=True)
@@ -168,7 +168,7 @@ def prepare_resume(
         return None
     prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     check_data(rendered)
-    run_dirs.check_checkpoint_dir(rendered)
+    check_checkpoint_dir(rendered)
     stop_request.withdraw(directory)
     return prepared
 
@@ -215,7 +215,7 @@ def execute(prepared: PreparedRun, *, interrupts: Interrupts, view: View) -> Att
     directory, config = prepared.run_dir, prepared.narrowed
     job_id = JobId(f"local-{os.getpid()}-{os.urandom(3).hex()}")
     with ExitStack() as stack:
-        stack.enter_context(run_dirs.LiveMark(directory, job_id))
+        stack.enter_context(run_dirs.live_mark(directory, job_id))
         attempt = run_dirs.write_attempt(directory, prepared.rendered, config)
         cluster = stack.enter_context(
             LocalCluster(

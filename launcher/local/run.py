@@ -23,7 +23,7 @@ from launcher.platforms.local import LocalCluster
 from launcher.record.event import worker_rank
 from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
-from launcher.runs.views import View
+from launcher.runs.watching.screen import View
 from launcher.spec.errors import PermanentError
 
 _TICK_S = 0.02

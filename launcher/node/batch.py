@@ -249,7 +249,7 @@ def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     signal.alarm(SUMMARY_S)
     try:
         # It reads the whole record: what only begins does not import this.
-        from launcher.runs.summary_file import current_summary, write_summary
+        from launcher.runs.reports.data import current_summary, write_summary
 
         write_summary(attempt.run_dir, current_summary(attempt.run_dir)[0])
     except (UserError, OSError, ImportError) as error:

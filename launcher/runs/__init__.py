@@ -1,1 +1,1 @@
-"""What operators do with runs: summaries, reports."""
+"""Submits, watches and reports runs."""

@@ -1,11 +1,12 @@
 """Brings a run's files from where its nodes write them, before anything reads them here.
 
-On platforms that share storage with this machine there is nothing to do.
+Platforms that share storage with this machine do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_trainer.board.open_board import KUBERNETES
@@ -17,9 +18,8 @@ from launcher.spec.errors import HoldfastError, UserError
 def fetched(backend: Backend, job: JobRef) -> str:
     """Bring what is new of the run of `job`; return what kept it from coming, or nothing.
 
-    What cannot be had now is reported beside what is known: it must not hide that. What the record
-    holds against machines goes into the fleet's ledger where that is a ConfigMap: pods without a
-    board there cannot write it.
+    What the record holds against machines goes into the fleet's ledger where that is a ConfigMap,
+    which pods without a board there cannot write.
     """
     if not job.id:
         return ""
@@ -41,8 +41,24 @@ def fetched(backend: Backend, job: JobRef) -> str:
     return ""
 
 
+@dataclass(slots=True)
+class Fetcher:
+    """Fetches a run's files again and again; says what keeps them from coming, once."""
+
+    backend: Backend
+    say: Callable[[str], None]
+    trouble: str = ""
+    """Why the files did not come the last time."""
+
+    def fetch(self, job: JobRef) -> None:
+        """Bring what is new."""
+        before, self.trouble = self.trouble, fetched(self.backend, job)
+        if self.trouble and self.trouble != before:
+            self.say(self.trouble)
+
+
 def fetch_running(backend: Backend, jobs: Sequence[JobRef]) -> list[str]:
-    """Bring what is new of those of the jobs that run; return what kept it from coming."""
+    """Bring what is new of the jobs that run; return what kept it from coming."""
     statuses = backend.status(jobs)
     running = [job for job in jobs if statuses[job].state is JobState.RUNNING]
     return [said for job in running if (said := fetched(backend, job))]

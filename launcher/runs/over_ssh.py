@@ -1,11 +1,11 @@
-"""Runs commands on a site that is reached over SSH: `holdfast forwarded` there does what is asked.
+"""Runs commands on a site over SSH: `holdfast forwarded` there does what is asked.
 
-All that crosses is one command line and, for a job, an archive on its standard input. ssh does the
-rest: keys, jump hosts and shared connections are those of ~/.ssh/config.
+A command line crosses and, for a job, an archive on its standard input. ssh does the rest by
+~/.ssh/config: keys, jump hosts, shared connections.
 
-The login shell there may be any: words cross percent-encoded, in characters that mean nothing to a
-shell. Where no terminal does it, the end of standard input ends the command there, so nothing
-is left behind by Ctrl-C, a killed process or a lost connection.
+Words cross percent-encoded, in characters that mean nothing to any login shell. Without a terminal
+the end of standard input ends the command there, so that Ctrl-C, a killed process or a lost
+connection leave nothing behind.
 """
 
 from __future__ import annotations
@@ -35,17 +35,12 @@ from launcher.runs.submitting.freeze import left_out, list_code
 from launcher.spec.errors import Problem, UserError, writing
 from launcher.spec.spec import JobSpec
 
-COMMAND: Final = "forwarded"
-"""The command there."""
 SENT: Final = "sent"
 """Folder for what was sent, in the site's."""
 _OPTIONS: Final = (
     *("-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=15"),  # three without an answer end it
 )
-_STARTS_NO_COMMAND: Final = (126, 127)
-"""Exit codes of shells."""
-_SSH_FAILED: Final = 255
 _END_S: Final = 10.0
 
 
@@ -53,7 +48,7 @@ _END_S: Final = 10.0
 
 
 def encoded(word: str) -> str:
-    """Return a word that every shell takes for one and leaves as it is. Pure."""
+    """Return a word that every shell leaves as it is. Pure."""
     return quote(os.fsencode(word), safe="/:,@+").replace("~", "%7E") or "%"
 
 
@@ -63,7 +58,7 @@ def decoded(word: str) -> str:
 
 
 def takes_stdin(words: Sequence[str]) -> bool:
-    """Return whether a command reads what the user types; else its end ends the command."""
+    """Return whether a command reads what the user types."""
     return words[0] == "shell"
 
 
@@ -77,14 +72,14 @@ class Sent:
     archive: IO[bytes]
     """A tar of `size` bytes, read from its beginning."""
     name: str
-    """Of the folder there: the job's name, and the beginning of `digest`."""
+    """The folder there: the job's name, and the beginning of `digest`."""
     size: int
     digest: str
     """SHA-256 of the archive."""
     job: str
     """Path of the job file there, relative to the site's folder."""
     sets: tuple[str, ...]
-    """What the job file must be told of the other place."""
+    """Overrides for the other place."""
     warnings: tuple[Problem, ...]
 
 
@@ -117,15 +112,14 @@ def pack(spec: JobSpec) -> Sent:
     archive.seek(0)
     name = f"{spec.name}-{digest[:12]}"
     code_dir = os.path.relpath(folder, job.parent)
+    moved = code_dir != os.path.normpath(spec.code.dir)
     return Sent(
         archive=archive,
         name=name,
         size=size,
         digest=digest,
         job=f"{SENT}/{name}/{job.relative_to(root)}",
-        sets=()
-        if code_dir == os.path.normpath(spec.code.dir)
-        else (f"code.dir={json.dumps(code_dir)}",),
+        sets=(f"code.dir={json.dumps(code_dir)}",) if moved else (),
         warnings=tuple(left_out(files.about)),
     )
 
@@ -198,7 +192,7 @@ def ssh_argv(
     assert site.ssh is not None
     options = [*_OPTIONS, *(() if prompts else ("-o", "BatchMode=yes"))]
     options.append("-t" if terminal else "-T")
-    line = [site.holdfast, COMMAND]
+    line = [site.holdfast, "forwarded"]
     if sent is not None:
         options.append("-C")
         line += ["--version", encoded(installed_version())]
@@ -208,14 +202,11 @@ def ssh_argv(
 
 
 def run_there(site: Site, words: Sequence[str], sent: Sent | None = None) -> int:
-    """Run a command there, with the terminal or pipes that this process has.
-
-    Returns:
-        Its exit code.
+    """Run a command there with this process's terminal or pipes; return its exit code.
 
     Raises:
-        UserError: HF210 the site cannot be reached; HF211 it has no holdfast; HF650 there is no ssh
-            here.
+        UserError: HF210 the site cannot be reached; HF211 it has no holdfast; HF650 ssh is not
+            installed here.
     """
     prompts = os.isatty(0)
     terminal = sent is None and all(map(os.isatty, (0, 1, 2)))
@@ -241,34 +232,24 @@ def run_there(site: Site, words: Sequence[str], sent: Sent | None = None) -> int
         with suppress(BrokenPipeError):
             if process.stdin is not None:
                 process.stdin.close()
-        _end(process)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if takes_stdin(words):
         return code  # the shell's own
-    if code == _SSH_FAILED:
-        raise UserError("HF210", f"ssh {site.ssh} failed, as it says above{_unknown(words)}")
-    if code in _STARTS_NO_COMMAND:
+    if code == 255:  # ssh's own
+        acts = words[0] in ("submit", "cancel", "restart")
+        look = f"; had it begun there, `holdfast list --site` shows what {words[0]} has done"
+        raise UserError("HF210", f"ssh {site.ssh} failed, as it says above{look if acts else ''}")
+    if code in (126, 127):  # a shell starts no command
         raise UserError(
             "HF211",
             f"{site.ssh} cannot run {site.holdfast}; install it there, or name its path in "
             "`holdfast:` of the site (logins without a terminal may have a shorter PATH)",
         )
     return code
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a ssh that has no more to do; one that does not end is killed."""
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _unknown(words: Sequence[str]) -> str:
-    """Return what to look at where a command may have begun before the connection was lost."""
-    if words[0] in ("submit", "cancel", "restart"):
-        return f"; had it begun there, `holdfast list --site` shows what {words[0]} has done"
-    return ""
 
 
 # -- there ----------------------------------------------------------------------------------

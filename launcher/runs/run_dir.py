@@ -1,25 +1,33 @@
-"""The run directory on the launcher's side: making it, refusing a live or wrong one."""
+"""The run directory on the launcher's side: making it, who may use it, what is refused.
+
+`slurm.umask` and `slurm.group` of the job file say who may read a run. The launcher sets the umask
+while it writes, and so for sbatch, which hands it on to the job; the script sets it again. The
+group is that of the run directory, which hands it on to all that is made in it (the set-group-ID
+bit). Nothing needs root, and nothing run as root reads a run: storage may squash root.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import grp
 import json
 import os
+import pwd
 import socket
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.storage.files import (
-    beside,
     check_output,
     open_regular,
     publish,
     read_regular,
     write_atomic,
-    write_new,
 )
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 from elastic_trainer.storage.typed import parse_json
@@ -27,12 +35,12 @@ from launcher.platforms.background import MARK as _LIVE
 from launcher.platforms.local import start_ticks
 from launcher.record.files import newest_events
 from launcher.record.status import TrainingStatus
-from launcher.runs.permissions import check_run_dir
-from launcher.spec.errors import UserError, writing
+from launcher.render.local import HEAD, JOB_FILE
+from launcher.spec.errors import UserError, Where, writing
 
 JOB_JSON = "job.json"
 AGENTS_SCRIPT = "agents.sh"
-"""Of a wrapped batch script: what it reads in place of its srun."""
+"""A wrapped batch script reads it in place of its srun."""
 RENDERED = "job.rendered.json"
 """job.json as rendered; job.json itself is narrowed to the nodes of the attempt."""
 
@@ -47,8 +55,7 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         if not (run_dir / JOB_JSON).is_file():
             raise UserError(
-                "HF611",
-                f"run directory {run_dir} exists and is not empty; use another --run-dir",
+                "HF611", f"run directory {run_dir} exists and is not empty; use another --run-dir"
             )
         command = "submit" if (run_dir / "submitted.json").exists() else "run"
         raise UserError(
@@ -60,13 +67,23 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
     with writing(f"run directory {run_dir}", "use another --run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
     check_run_dir(run_dir)  # again: the umask may let others in
+    write_files(run_dir, files)
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
+        for name in ("events", "logs", "ledger", "board", "cache"):
+            (run_dir / name).mkdir(exist_ok=True)
+
+
+def write_files(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Write files of a new run, each whole: others look at the run from now on.
+
+    Raises:
+        UserError: HF612 one cannot be written.
+    """
     with writing(f"run directory {run_dir}", "use another --run-dir"):
         for name, text in files.items():
             path = run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text)  # others look at the run from now on
-        for name in ("events", "logs", "ledger", "board", "cache"):
-            (run_dir / name).mkdir(exist_ok=True)
+            write_atomic(path, text)
 
 
 def check_storage(run_dir: Path, *, is_data: bool = False) -> None:
@@ -88,8 +105,6 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
             change it.
     """
-    from launcher.render.local import HEAD, JOB_FILE
-
     begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
     if begun:
         raise UserError(
@@ -110,25 +125,6 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name, text in bundle.items():
             write_atomic(run_dir / name, text)
-
-
-def check_checkpoint_dir(config: TrainConfig) -> None:
-    """Make the checkpoint directory and prove that it can be written.
-
-    Raises:
-        UserError: HF204 it cannot.
-    """
-    directory = Path(config.checkpoint.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with beside(directory / "probe") as probe:
-            write_new(probe, b"x")
-    except OSError as error:
-        raise UserError(
-            "HF204",
-            f"checkpoint.dir: {directory} cannot be written: {error.strerror or error}; "
-            "choose another, or grant the permission",
-        ) from error
 
 
 def load(run_dir: Path) -> TrainConfig:
@@ -171,9 +167,7 @@ def read_training(run_dir: Path) -> TrainingStatus:
 
 
 def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:
-    """Return `config` with the rungs that `num_nodes` nodes can run.
-
-    So the first epoch does not wait for nodes that will never come.
+    """Return `config` with the rungs that `num_nodes` nodes can run: no epoch waits for more.
 
     Raises:
         UserError: HF614 no rung is small enough.
@@ -205,41 +199,28 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
     return attempt
 
 
-class LiveMark:
-    """Says that a launcher on this machine runs `run_dir`: `launcher.json` with its pid.
+@contextmanager
+def live_mark(run_dir: Path, job_id: str) -> Iterator[None]:
+    """Say meanwhile that a launcher on this machine runs `run_dir`: `launcher.json` with its pid.
 
-    A quick check before anything starts; the board's lease is what really keeps
-    a second job out, also from other machines. The mark of a launcher that was
-    killed is taken over.
+    A quick check before anything starts; the board's lease is what really keeps a second job out,
+    also from other machines. The mark of a launcher that was killed is taken over.
+
+    Raises:
+        UserError: HF615 a live launcher has put its own.
     """
-
-    def __init__(self, run_dir: Path, job_id: str) -> None:
-        self._run_dir, self._path, self._job_id = run_dir, run_dir / _LIVE, job_id
-
-    def __enter__(self) -> Self:
-        """Put the mark.
-
-        Raises:
-            UserError: HF615 a live launcher has put its own.
-        """
-        mine = json.dumps(
-            {
-                "job": self._job_id,
-                "pid": os.getpid(),
-                "started": start_ticks(os.getpid()),
-                "host": socket.gethostname(),
-            }
-        )
-        for _ in range(2):
-            if publish(self._path, mine.encode()):
-                return self
-            refuse_if_live(self._run_dir)
-            self._path.unlink(missing_ok=True)
-        raise UserError("HF615", f"another launcher has just started on {self._run_dir}")
-
-    def __exit__(self, *_: object) -> None:
-        """Take the mark away."""
-        self._path.unlink(missing_ok=True)
+    pid, path = os.getpid(), run_dir / _LIVE
+    mine = {"job": job_id, "pid": pid, "started": start_ticks(pid), "host": socket.gethostname()}
+    if not publish(path, json.dumps(mine).encode()):
+        refuse_if_live(run_dir)
+        path.unlink(missing_ok=True)
+        if not publish(path, json.dumps(mine).encode()):
+            refuse_if_live(run_dir)
+            raise UserError("HF615", f"another launcher has just started on {run_dir}")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def refuse_if_live(run_dir: Path) -> None:
@@ -259,3 +240,101 @@ def refuse_if_live(run_dir: Path) -> None:
             f"{run_dir} has a live job already: {mark.get('job')} (process {pid}); "
             "stop it first, or start another run",
         )
+
+
+def check_group(name: str) -> int:
+    """Return the id of group `name`, to which this user can give files.
+
+    Raises:
+        UserError: HF643 it does not exist, or the user is not in it.
+    """
+    where = Where(key="slurm.group")
+    try:
+        gid = grp.getgrnam(name).gr_gid
+    except KeyError:
+        message = f"group {name} does not exist on this machine; fix the name"
+        raise UserError("HF643", message, where=where) from None
+    mine = {os.getegid(), *os.getgroups()}
+    if gid not in mine and os.geteuid() != 0:
+        names = ", ".join(sorted(_name(grp.getgrgid, each) for each in mine))
+        user = _name(pwd.getpwuid, os.geteuid())
+        message = f"{user} is not in group {name}; use one of {names}"
+        raise UserError("HF643", message, where=where)
+    return gid
+
+
+@contextmanager
+def umask(text: str | None) -> Iterator[None]:
+    """Write files meanwhile under umask `text`, octal digits, in the whole process."""
+    if text is None:
+        yield
+        return
+    before = os.umask(int(text, 8))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def umask_of(run_dir: Path) -> str:
+    """Return the umask that a run directory was made under."""
+    return f"{0o777 & ~stat.S_IMODE(run_dir.stat().st_mode):04o}"
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """See that only this user, and the groups it is shared with, can change a run directory.
+
+    Whoever can write into it or replace it runs code as this user. A folder above it that others
+    may write must have the sticky bit, as /tmp has.
+
+    Raises:
+        UserError: HF616 others can; nothing was changed.
+    """
+    fix = "use another --run-dir"
+    if run_dir.exists():
+        found = run_dir.stat()
+        if found.st_uid != os.geteuid():
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir} belongs to user {found.st_uid}, this is user "
+                f"{os.geteuid()}, and its owner can change code and checkpoints; {fix}",
+            )
+        if found.st_mode & stat.S_IWOTH:
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}: every user "
+                f"can change code and checkpoints; chmod o-w {run_dir}, and use an umask (or "
+                f"slurm.umask) as 0022",
+            )
+    for folder in dict.fromkeys((*run_dir.absolute().parents, *run_dir.resolve().parents)):
+        mode = folder.stat().st_mode if folder.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir}: every user can put another in its place, since {folder} "
+                f"has mode {stat.S_IMODE(mode):04o}; chmod o-w {folder} (or +t), or {fix}",
+            )
+
+
+def make_run_dir(run_dir: Path, *, group: str | None) -> None:
+    """Make a run directory that hands on `group` to all that will be made in it.
+
+    Raises:
+        UserError: HF643 the group cannot be used; HF612 the folder cannot be made.
+    """
+    gid = None if group is None else check_group(group)
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            return  # somebody's already: whoever writes into it will refuse
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if gid is not None:
+            os.chown(run_dir, -1, gid)
+            run_dir.chmod(stat.S_IMODE(run_dir.stat().st_mode) | stat.S_ISGID)
+
+
+def _name(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    """Return the name of a user or group, or the number of one without a name."""
+    try:
+        return str(look_up(number)[0])
+    except KeyError:
+        return str(number)

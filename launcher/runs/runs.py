@@ -1,27 +1,28 @@
-"""Finds runs and says what was submitted of them: RUN/submitted.json."""
+"""Finds runs, and says what was submitted of them and by whom: RUN/submitted.json, events."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.storage.files import read_json, read_regular, write_json
 from elastic_trainer.storage.typed import parse_json
+from launcher.fleet.ledger import writer
 from launcher.platforms.base import JobId, JobRef
-from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON
-from launcher.spec.errors import UserError
+from launcher.platforms.installed import installed_version
+from launcher.record.files import LauncherLog
+from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
+from launcher.spec.errors import UserError, writing
 
 SUBMITTED = "submitted.json"
-"""What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
+"""Written once the platform has taken the job, replaced by `submit --resume`."""
 SWEEP = "sweep.json"
-"""In the folder of a sweep: its tasks' values. The runs are the folders 0, 1, … beside it."""
-
-
-_MAX_ID_BYTES: Final = 64
-"""Of a job's id."""
+"""A sweep's tasks and their values; the runs are the folders 0, 1, … beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +87,30 @@ class StoredRun:
     """Why its submission cannot be read; empty: it can."""
 
 
-def write_submitted(run_dir: Path, submission: Submission) -> None:
-    """Write submitted.json, complete or not at all; former submissions are kept in it.
+def note_submitted(
+    run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()
+) -> StoredRun:
+    """Write submitted.json, whole or not at all; former submissions are kept in it.
+
+    The job is in the queue now: that this cannot be written must not look like a failure to
+    submit, so the error names the job.
 
     Raises:
-        OSError: the run directory cannot be written.
+        UserError: HF612, that error.
     """
-    former = _former(run_dir / SUBMITTED)
-    write_json(run_dir / SUBMITTED, {**submission.to_json(), "former": former}, indent=1)
+    assert is_run(run_dir), run_dir
+    submission = Submission(
+        target=target,
+        job=job,
+        run_id=load(run_dir).run_id,
+        launcher_version=installed_version(),
+        without=tuple(without),
+    )
+    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
+        path = run_dir / SUBMITTED
+        write_json(path, {**submission.to_json(), "former": _former(path)}, indent=1)
+        note_act(run_dir, "submit", job=job.id)
+    return StoredRun(path=run_dir, submission=submission, shown=str(run_dir))
 
 
 def read_submitted(run_dir: Path) -> Submission | None:
@@ -123,7 +140,7 @@ def _former(path: Path) -> list[dict[str, Any]]:
 
 
 def submit_times(run_dir: Path) -> list[float]:
-    """Return when each submission of `run_dir` was made, unix seconds; what is unknown is not."""
+    """Return the known times of submissions, unix seconds."""
     path = run_dir / SUBMITTED
     submissions = [read_json(path), *_former(path)]
     times = [each.get("submit_time") for each in submissions if isinstance(each, dict)]
@@ -135,10 +152,10 @@ def find_run(name: str, folder: Path) -> StoredRun:
 
     Args:
         name: as the user wrote it; the beginning of a name is enough where only one has it.
-        folder: where runs lie, `./runs`.
+        folder: of runs, `./runs`.
 
     Raises:
-        UserError: HF613 there is none; HF651 several.
+        UserError: HF613 no run has this name; HF651 several have.
     """
     for path in (Path(name), folder / name):
         if is_run(path):
@@ -222,10 +239,7 @@ def is_run(path: Path) -> bool:
 
 
 def current_job(run: StoredRun) -> JobRef:
-    """Return the job that carries `run` now, or carried it last.
-
-    A successor carries it once the job before it has ended.
-    """
+    """Return the job that carries `run`: a successor does once the job before it has ended."""
     attempts = run.path / "attempts"
     job, *after = jobs_of(run)
     for successor in after:
@@ -237,10 +251,10 @@ def current_job(run: StoredRun) -> JobRef:
 
 
 def jobs_of(run: StoredRun) -> list[JobRef]:
-    """Return the job of the newest submission and those that follow it in a chain, in order.
+    """Return the job of the newest submission and its successors in a chain, in order.
 
-    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
-    soon as it begins itself.
+    With `slurm.restart: chain` a job that begins names its successor in
+    RUN/attempts/<job>.<restart>/next.
     """
     if run.submission is None:
         return [JobRef(id=JobId(""), run_dir=str(run.path))]
@@ -254,7 +268,7 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
     for path in (run_dir / "attempts").glob("*/next"):
         try:
-            text = read_regular(path, _MAX_ID_BYTES).decode("ascii").strip()
+            text = read_regular(path, 64).decode("ascii").strip()
         except (OSError, ValueError):
             continue  # being written
         if text.isdigit():
@@ -266,10 +280,9 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
 
 
 def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
-    """Return the job of the newest attempt, where the batch script was submitted by hand.
+    """Return the newest attempt's job, if the batch script was submitted by hand.
 
-    `known` is what `submit` has noted; None is returned where the newest attempt is that job's, or
-    one of its successors'.
+    `known`, which `submit` has noted, and its successors were not.
     """
     newest, begun = 0.0, Path()
     for path in (run_dir / "attempts").glob("*/begin.json"):
@@ -297,3 +310,17 @@ def _run(path: Path, shown: str) -> StoredRun:
         return StoredRun(path=where, submission=submission, shown=shown)
     except UserError as error:
         return StoredRun(path=where, submission=None, shown=shown, problem=error.message)
+
+
+ACTED: Final = "operator.acted"
+
+
+def note_act(run_dir: Path, action: str, **fields: Any) -> None:
+    """Put on record that whoever runs this process does `action`.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    # A file each: several people's clients must not append to one on NFS.
+    log = LauncherLog(run_dir, f"operator-{int(time.time())}-{os.getpid()}")
+    log.emit(ACTED, action=action, by=writer(), **fields)

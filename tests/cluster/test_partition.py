@@ -11,7 +11,7 @@ from namespaces import Network, cluster_in, why_not
 
 from launcher.local import job as local_job
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.summary_file import audit_ledger
+from launcher.runs.reports.data import audit_ledger
 
 LAYOUT = LAYOUTS["dp4"]
 DEADLINE_S = 90.0

@@ -28,7 +28,7 @@ slurm: {umask: "0027", group: users}
 SUBMIT = """\
 import sys
 from pathlib import Path
-from launcher.runs import permissions, run_dir as run_dirs
+from launcher.runs import run_dir as run_dirs
 from launcher.runs.submitting.environment import describe, record_environment
 from launcher.runs.submitting.freeze import freeze_code, survey, use_code
 from launcher.plan.search import plan
@@ -38,8 +38,8 @@ from launcher.spec.reading import load_spec
 base, run_dir = Path(sys.argv[1]), Path(sys.argv[1]) / "runs" / "r"
 spec = load_spec(base / "job.yaml")
 found = survey(spec, base_dir=base, run_dir=run_dir)
-with permissions.umask(spec.slurm.umask):
-    permissions.make_run_dir(run_dir, group=spec.slurm.group)
+with run_dirs.umask(spec.slurm.umask):
+    run_dirs.make_run_dir(run_dir, group=spec.slurm.group)
     files = render_local(spec, plan(spec), run_id="r", run_dir=run_dir, base_dir=base)
     run_dirs.create(run_dir, files)
     use_code(run_dir, freeze_code(run_dir, found))

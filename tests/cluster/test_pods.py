@@ -22,7 +22,7 @@ from launcher.plan.search import plan
 from launcher.record import stop_request
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.summary_file import audit_ledger
+from launcher.runs.reports.data import audit_ledger
 from launcher.spec.reading import parse_spec
 
 ROOT = Path(__file__).parents[2]

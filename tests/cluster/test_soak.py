@@ -45,7 +45,7 @@ from launcher.local import job as local_job
 from launcher.platforms.local import ZYGOTE, LocalCluster, child_named, process_table, signal_all
 from launcher.record.files import RunRecord
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.summary_file import current_summary
+from launcher.runs.reports.data import current_summary
 
 LOG = logging.getLogger(__name__)
 ASKED = os.environ.get("HOLDFAST_SOAK")

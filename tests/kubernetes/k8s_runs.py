@@ -24,7 +24,7 @@ from launcher.render.kubernetes_names import (
     job_name,
     secret_name,
 )
-from launcher.runs.summary_file import audit_ledger
+from launcher.runs.reports.data import audit_ledger
 from launcher.spec.reading import parse_spec
 
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))

@@ -19,8 +19,8 @@ from launcher.cli.main import run_cli
 from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
 from launcher.runs import run_dir as run_dirs
+from launcher.runs.reports.data import audit_ledger
 from launcher.runs.run_dir import write_bundle
-from launcher.runs.summary_file import audit_ledger
 from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """The checkpoints of a run, as its board and its checkpoint directory have them.
 
-The only file of the launcher that reads those two; with the node side's own readers,
-which import no torch. The run may be alive: what it retires meanwhile is no damage.
+Reads with the node side's own readers, which import no torch. The run may be alive: what it retires
+meanwhile is not damage.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.state.storage import CheckpointStorage
-from elastic_trainer.storage.files import read_regular
+from elastic_trainer.storage.files import beside, read_regular, write_new
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
-__all__ = ["Commit", "Reference", "RetiredError", "RunCheckpoints", "refuse_foreign"]
+__all__ = [
+    "Commit",
+    "Reference",
+    "RetiredError",
+    "RunCheckpoints",
+    "check_checkpoint_dir",
+    "refuse_foreign",
+]
 
 _MAX_DIGITS = 18
-"""Of a step; more is a name."""
+"""A step has no more; a longer number is a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Read it; an @ that no number follows belongs to the path, as in `runs/a@5/`."""
+        """Read it; an @ without a number after it belongs to the path, as in `runs/a@5/`."""
         run, at, step = text.rpartition("@")
         if at and step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
             return cls(Path(run), int(step))
@@ -67,7 +74,7 @@ class RunCheckpoints:
     """Its job; None for weights that were imported."""
     storage: CheckpointStorage
     commits: tuple[Commit, ...]
-    """Those that count, newest last."""
+    """What counts, newest last."""
 
     @classmethod
     def of(cls, run: Path) -> RunCheckpoints:
@@ -87,7 +94,7 @@ class RunCheckpoints:
         """Return the checkpoint of `step`, or the newest.
 
         Raises:
-            UserError: HF630 there is none.
+            UserError: HF630 the run does not have it.
         """
         if not self.commits:
             raise UserError(
@@ -131,8 +138,8 @@ class RunCheckpoints:
     def others(self) -> list[dict[str, Any]]:
         """Return checkpoint directories that the board does not name, as plain JSON types.
 
-        `kind` is `milestone` (checkpoint.keep_every_steps keeps it for ever), `unfinished` (a
-        save under way, or one that was cut short) or `left over` (the next commit removes it).
+        `kind` is `milestone` (checkpoint.keep_every_steps keeps it for ever), `unfinished` (a save
+        under way or cut short) or `left over` (the next commit removes it).
         """
         counted = {commit.dir for commit in self.commits}
         names = self._directories()
@@ -158,11 +165,11 @@ class RunCheckpoints:
         return found
 
     def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Read what a restore reads of `commit`, every byte; return what is wrong, a line each.
+        """Read every byte that a restore reads of `commit`; return what is wrong, a line each.
 
         Args:
             commit: what `choose` returned.
-            on_read: called with the bytes just read; they add up to `size_bytes`.
+            on_read: called with the number of bytes just read; they add up to `size_bytes`.
 
         Raises:
             RetiredError: the run has retired it meanwhile.
@@ -199,16 +206,12 @@ class RunCheckpoints:
             except DamagedError as error:
                 wrong.append(str(error))
             on_read(left)  # what was not worth reading
-        if not wrong:
-            wrong = self._unreadable(commit, manifest)
-        return wrong
-
-    def _unreadable(self, commit: Commit, manifest: Manifest) -> list[str]:
+        if wrong:
+            return wrong
         try:
             path = self.storage.root / commit.dir / METADATA_NAME
-            check_index(
-                read_regular(path, manifest.files[METADATA_NAME].size_bytes), manifest.files
-            )
+            index = read_regular(path, manifest.files[METADATA_NAME].size_bytes)
+            check_index(index, manifest.files)
         except KeyError:
             return [f"{METADATA_NAME} was not saved"]
         except (OSError, DamagedError) as error:
@@ -229,10 +232,7 @@ class RunCheckpoints:
             ) from error
 
     def _milestones(self) -> list[Commit]:
-        """Return those kept for ever, which the board no longer names.
-
-        So nothing but the directory itself says what its manifest's digest should be.
-        """
+        """Return what is kept for ever; only the directory itself says its manifest's digest."""
         found = []
         for other in self.others():
             if other["kind"] == "milestone":
@@ -263,9 +263,7 @@ class RunCheckpoints:
 
 
 def refuse_foreign(config: TrainConfig) -> None:
-    """Check that a new run has its checkpoint directory to itself.
-
-    It would take the checkpoints of another run for left-overs and remove them.
+    """Refuse a checkpoint directory of another run, whose checkpoints a new one would remove.
 
     Raises:
         UserError: HF207 there are checkpoints already; HF202 nobody can tell.
@@ -285,9 +283,28 @@ def refuse_foreign(config: TrainConfig) -> None:
         raise UserError(
             "HF207",
             f"checkpoint.dir: {directory} has checkpoints of another run already ({found[-1]}), "
-            "which this one would remove; give it a folder of its own, as in "
+            "which this one would remove; use another folder, as in "
             f"--set checkpoint.dir={directory / config.run_id}",
         )
+
+
+def check_checkpoint_dir(config: TrainConfig) -> None:
+    """Make the checkpoint directory and prove that it can be written.
+
+    Raises:
+        UserError: HF204 it cannot.
+    """
+    directory = Path(config.checkpoint.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with beside(directory / "probe") as probe:
+            write_new(probe, b"x")
+    except OSError as error:
+        raise UserError(
+            "HF204",
+            f"checkpoint.dir: {directory} cannot be written: {error.strerror or error}; "
+            "choose another, or grant the permission",
+        ) from error
 
 
 def _commits(run: Path) -> tuple[Commit, ...]:
@@ -305,7 +322,7 @@ def _commits(run: Path) -> tuple[Commit, ...]:
 
 
 def _refuse(damage: str) -> None:
-    # What counts then is for the run's agents to settle, who see more than this look does.
+    # The run's agents settle what counts then: they see more than this look does.
     raise ValueError(
         f"{damage}; if the run is live, its agents write a new version within {HEAL_S:g} s: ask "
         "again; else resume the run, and they continue from there"

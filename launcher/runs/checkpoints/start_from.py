@@ -1,7 +1,6 @@
 """`holdfast run --from RUN@STEP`: another run's checkpoint as the start of a new one.
 
-KEYS says what may differ between the two; docs/resume.md is generated from it
-(`python -m launcher.cli.docs resume`).
+docs/resume.md is generated from KEYS (`python -m launcher.cli.docs resume`).
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfi
 
 
 def corpus_pin(start: StartFrom) -> dict[str, str]:
-    """Return the file that holds the new run to the old one's corpus, whose samples it takes.
-
-    None for imported weights, which have no samples behind them.
+    """Return the file that holds the new run to the old one's corpus; imported weights have none.
 
     Raises:
         UserError: HF202 it cannot be read.
@@ -172,7 +169,7 @@ class Difference(NamedTuple):
 
 
 def forbidden(before: TrainConfig, now: TrainConfig) -> list[Difference]:
-    """Return what keeps `now` from continuing where a run of `before` had come to."""
+    """Return what keeps `now` from continuing a run of `before`."""
     old, new = _flat(before), _flat(now)
     return [
         Difference(key, old.get(key), new.get(key), rule.reason)

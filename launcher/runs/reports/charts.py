@@ -1,8 +1,7 @@
 """The charts of a report, drawn by matplotlib: loss, distance to other runs, progress, recoveries.
 
-Each chart draws into a figure, or a part of one: the page has every chart as an SVG of its own,
-the PNG has all of them one below the other. No display is needed. Legends stand below the axes,
-where they cover neither titles nor data.
+Each chart draws into a figure, or a part of one: the page has an SVG for each chart, the PNG all of
+them one below the other. Legends are below the axes, where they cover nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from elastic_trainer.plan.layout import layout_label
 from launcher.record.failures import PHASES
-from launcher.runs.reports.data import ReportData, differences, kind_text, no_curve_text, thin
+from launcher.runs.reports.data import ReportData, differences, kind_text, thin
 
 WIDTH_IN: Final = 10.5
 MOST_BARS: Final = 40
@@ -53,7 +52,7 @@ _STYLE: Final[dict[str, Any]] = {
     "axes.axisbelow": True,
 }
 _MARKS_APART: Final = 0.022
-"""Marks that are closer than this part of the axis stand in two rows."""
+"""Closer marks, as a part of the axis, are in two rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Chart:
 
 
 def charts_of(data: ReportData) -> list[Chart]:
-    """Return the charts that there is something to draw in, the loss first."""
+    """Return the charts that are not empty, the loss first."""
     charts = [Chart("Loss, with layouts and failures", 4.4, _draw_loss)]
     if data.extra:
         charts.append(Chart("Relative distance to the other runs", 3.0, _draw_distance))
@@ -125,7 +124,8 @@ def _draw_loss(figure: FigureBase, data: ReportData) -> None:
     axes = figure.subplots()
     curves = [data.loss, data.validation, *data.redone, *data.extra.values()]
     if not any(curves):
-        text = no_curve_text(data.summary)
+        steps = data.summary["steps"]
+        text = "no step has reported a loss" if steps else "no step was completed"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
         axes.set_axis_off()
         return
@@ -270,7 +270,7 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
-    """Draw the legend below the axes, in as many columns as there is room for."""
+    """Draw the legend below the axes, in as many columns as fit."""
     longest = max(map(len, legend), default=0)
     columns = max(1, int((WIDTH_IN - 1) / (0.5 + 0.065 * longest)))
     figure.legend(

@@ -1,4 +1,4 @@
-"""What a report shows, folded from the record. Pure."""
+"""Folds a run's record and ledger into its summary, its cost and what a report shows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import contextlib
 import pwd
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
+from elastic_trainer.record.ledger_audit import LedgerAudit, audit
+from elastic_trainer.storage.files import read_regular, write_json
+from launcher.platforms.background import SUMMARY
 from launcher.record import timeline
 from launcher.record.cost import EVENTS, AttemptTime, GpuTime, attempts, gpu_time_by_month, total
 from launcher.record.event import number
-from launcher.record.files import events_named
+from launcher.record.files import RunRecord, events_named
+from launcher.record.summary import summarise
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import StoredRun, submit_times
 from launcher.spec.errors import UserError
-
-_MAX_POINTS = 2000
 
 Curve = Sequence[tuple[int, float]]
 """(step, loss), in step order."""
@@ -60,16 +64,7 @@ def report_data(
     extra: Mapping[str, Curve] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> ReportData:
-    """Fold the record of a run into what its report shows.
-
-    Args:
-        events: the record, in order of time.
-        summary: what `summarise` made of it.
-        title: of the page.
-        gpus_per_node: of each of the run's nodes.
-        extra: curves of other runs to compare with.
-        notes: (heading, text) shown below the charts.
-    """
+    """Fold the record of a run, in order of time, and its summary into what its report shows."""
     spans = timeline.epochs(events)
     counted = timeline.lineage(spans)
     counts = {(done.epoch, done.step) for done in counted}
@@ -119,16 +114,9 @@ def _speed(counted: Sequence[timeline.StepDone]) -> dict[str, Curve]:
     return {label: curve for label, curve in curves.items() if curve}
 
 
-def no_curve_text(summary: Mapping[str, Any]) -> str:
-    """Return why there is no loss to draw."""
-    if summary["steps"]:
-        return "no step has reported a loss"
-    return "no step was completed"
-
-
-def thin(points: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
-    """Return at most about `most` points, the last one among them."""
-    stride = -(-len(points) // most) or 1
+def thin(points: Sequence[Any]) -> list[Any]:
+    """Return at most about 2,000 points, the last one among them."""
+    stride = -(-len(points) // 2000) or 1
     kept = list(points[::stride])
     if points and kept[-1] != points[-1]:
         kept.append(points[-1])
@@ -147,7 +135,7 @@ def kind_text(failure: Mapping[str, Any]) -> str:
 
 
 def seconds_or_dash(value: float | None) -> str:
-    """Return seconds for people; a dash where there is no number."""
+    """Return seconds for people; a dash for None."""
     return "-" if value is None else f"{value:.2f} s"
 
 
@@ -201,13 +189,7 @@ def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
 
 
 def grouped(found: Sequence[RunCost], by: str, *, since: str = "") -> dict[str, GpuTime]:
-    """Return the spending of each run, user or month.
-
-    Args:
-        found: of the runs.
-        by: `run`, `user` or `month`.
-        since: months before this one are left out.
-    """
+    """Return the spending by `run`, `user` or `month`, without months before `since`."""
     groups: dict[str, list[GpuTime]] = {}
     for each in found:
         for month, spent in each.months.items():
@@ -215,3 +197,39 @@ def grouped(found: Sequence[RunCost], by: str, *, since: str = "") -> dict[str, 
             if month >= since:
                 groups.setdefault(name, []).append(spent)
     return {name: total(spent) for name, spent in sorted(groups.items())}
+
+
+def current_summary(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
+    """Return the summary of a run as of now, and the events it was made from.
+
+    Raises:
+        UserError: HF613 not a run directory, or nothing has happened in it yet.
+    """
+    config = run_dirs.load(run_dir)
+    events = RunRecord(run_dir).poll()
+    if not events:
+        raise UserError("HF613", f"{run_dir} has no events yet: start it with holdfast run")
+    ends = [event for event in events if event.event in ("run.started", "run.ended")]
+    code = ends[-1].fields.get("code") if ends and ends[-1].event == "run.ended" else None
+    audited = audit_ledger(run_dir, config)
+    code = code if isinstance(code, int) else None
+    return summarise(events, config=config, audit=audited, code=code), events
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json, complete or not at all."""
+    write_json(run_dir / SUMMARY, summary, indent=1)
+
+
+def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
+    """Return the ledger's account of samples; None: no ledger was written."""
+    files = sorted((run_dir / "ledger").glob("*.jsonl"))
+    if not files:
+        return None
+    texts = (read_regular(path).decode("ascii", "replace") for path in files)
+    # Complete lines only: a run that continues may be writing its last one.
+    lines = (
+        [each for each in text.splitlines(keepends=True) if each.endswith("\n")] for text in texts
+    )
+    start_step = config.start_from.step if config.start_from else 0
+    return audit(lines, global_batch=config.train.global_batch, start_step=start_step)

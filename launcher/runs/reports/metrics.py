@@ -1,6 +1,6 @@
-"""The metrics of all runs of a folder, for Prometheus: from their records, so no node is asked.
+"""The metrics of all runs of a folder, for Prometheus, from their records: no node is asked.
 
-A coordinator's death, a requeue or a lost node changes nothing here: totals are of the run.
+Totals are the run's: a coordinator's death, a requeue or a lost node changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GOODPUT_S: Final = 3600.0
 """Window of the goodput."""
 _MOST_BYTES: Final = 4 << 20
-"""Of one run's list of agents: 16,384 take less than 1 MB."""
+"""A run's list of agents: 16,384 take less than 1 MB."""
 FORGET_S: Final = 6 * 3600.0
 """After its end a run's series stay so long: an alert has seen them."""
 
@@ -73,7 +73,7 @@ class RunsCollector:
         self._runs: dict[Path, _Followed] = {}
         self._lock = threading.Lock()
         self.problems: list[str] = []
-        """Of the newest poll: what could not be read."""
+        """What the newest poll could not read."""
 
     def poll(self) -> None:
         """Read what is new. Runs that cannot be read are left out and told in `problems`."""
@@ -115,7 +115,7 @@ class RunsCollector:
         return sorted(target for path in live for target in agents_of(path))
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry of nothing else."""
+        """Return a registry of this collector alone."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry()
@@ -123,23 +123,22 @@ class RunsCollector:
         return registry
 
 
-def _by_value(each: _Followed, names: Mapping[str, str]) -> dict[str, float]:
-    """Return the newest values there are of `names`, by what they are shown as."""
-    values = each.metrics.values
-    return {shown: values[name] for name, shown in names.items() if name in values}
-
-
 def _state(each: _Followed) -> dict[str, float]:
     return {name: float(each.metrics.state == name) for name in STATES}
 
 
+def _nodes(each: _Followed) -> dict[str, float]:
+    values, names = each.metrics.values, {"nodes": "in", "spares": "spare"}
+    return {shown: values[name] for name, shown in names.items() if name in values}
+
+
 _LABELLED: Final[dict[str, tuple[str, str, Callable[[_Followed], Mapping[str, float]]]]] = {
-    "run_state": ("1 for the state it is in.", "state", _state),
-    "nodes": (
-        "Nodes of the epoch.",
+    "run_state": (
+        "1 for the state it is in.",
         "state",
-        lambda each: _by_value(each, {"nodes": "in", "spares": "spare"}),
+        lambda each: {name: float(each.metrics.state == name) for name in STATES},
     ),
+    "nodes": ("Nodes of the epoch.", "state", _nodes),
     "recovery_phase_seconds": (
         "Of the last start or recovery.",
         "phase",
@@ -225,10 +224,10 @@ def _totals(runs: list[_Followed]) -> Iterator[Metric]:
 
 
 def agents_of(run: Path) -> list[str]:
-    """Return where the agents of a run serve their metrics; none: they do not, or it is unreadable.
+    """Return where the agents of a run serve their metrics.
 
-    The file is the run's user's, and Prometheus may reach more than they: only numeric addresses
-    are taken, and no label, which could name another path or protocol.
+    The file is its user's, and Prometheus may reach more than they: only numeric addresses are
+    taken, and no label, which could name another path or protocol.
     """
     try:
         raw = parse_json(read_regular(run / METRICS_TARGETS, _MOST_BYTES).decode())

@@ -88,7 +88,7 @@ def html_report(data: ReportData) -> str:
 
 
 def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return what stands at the top of the page: name -> value."""
+    """Return the figures at the top of the page: name -> value."""
     asked, loss = summary["steps_asked"], summary["final_loss"]
     lost, repeated = summary["samples_lost"], summary["samples_repeated"]
     goodput, rate = summary["goodput"], summary["tokens_per_s"]
@@ -112,7 +112,7 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 
 
 def _compared(data: ReportData) -> list[Table]:
-    """Return this run's figures beside those of the others."""
+    """Return this run's figures beside the others'."""
     if not data.compared:
         return []
     columns = [_tiles(summary) for summary in (data.summary, *data.compared.values())]

@@ -1,30 +1,171 @@
 """Follows the records of runs and writes their curves to experiment trackers.
 
-A process of its own beside the runs, as `metrics` and `notify`: it needs no node to live, no
-training waits for a tracker, and its credentials are on no node. What is written, and who
-writes, is on a board in RUN/tracking (compare-and-swap), so that of two processes one waits.
+A process beside the runs: no training waits for a tracker, and its credentials are not on the
+nodes. A board in RUN/tracking (compare-and-swap) says what is written and who writes, so that one
+of two processes waits.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Token
+from launcher.platforms.installed import need
 from launcher.record.files import RunRecord
 from launcher.record.tracked import Point, TrackedSteps
-from launcher.runs.reports.trackers import Tracker, open_tracker
 from launcher.spec.errors import HoldfastError
 
 FOLDER: Final = "tracking"
 LEASE_S: Final = 60.0
-"""After so long without a sign of its writer another process takes a run over."""
+"""Without a sign of its writer for so long, a run is taken over by another process."""
 SETTLE_S: Final = 5.0
-"""Until a step's events are taken to have arrived, on storage that shows them late."""
+"""Until a step's events have certainly arrived, on storage that shows them late."""
+_PROJECT: Final = "holdfast"
+"""Experiment or project, where the environment names none."""
+_BATCH: Final = 150
+"""Points a request: MLflow takes 1,000 metrics."""
+_TAG: Final = "holdfast.run"
+_STEP_TAG: Final = "holdfast.step"
+
+
+class Tracker(Protocol):
+    """One run in one tracker."""
+
+    step: int
+    """The newest step that it holds."""
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Add points, in order, each beyond `step`; they last when this returns."""
+
+    def close(self, *, finished: bool) -> None:
+        """Leave; `finished`: no more points will come."""
+
+
+def open_tracker(name: str, run_dir: Path, run_id: str, step: int) -> Tracker:
+    """Return a run in the tracker `name`, the same one in every attempt.
+
+    Args:
+        name: one of elastic_trainer.plan.config.TRACKERS.
+        run_dir: for files of trackers.
+        run_id: name in the tracker.
+        step: the newest step that is known to be written.
+
+    Raises:
+        UserError: HF632 its package is not here.
+    """
+    need(f"the tracker {name}", name, extra="track")
+    match name:
+        case "tensorboard":
+            return _TensorBoard(run_dir / "tensorboard", step)
+        case "mlflow":
+            return _MLflow(run_id, step)
+        case _:
+            return _WandB(run_dir, run_id, step)
+
+
+class _TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.step = step
+        self._writer = EventFileWriter(str(folder))
+        # Hides what a process that died may have written beyond.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+
+    def write(self, points: Sequence[Point]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in points:
+            values = [
+                Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()
+            ]
+            event = Event(wall_time=point.t_unix, step=point.step, summary=Summary(value=values))
+            self._writer.add_event(event)
+        self._writer.flush()
+        self.step = points[-1].step
+
+    def close(self, *, finished: bool) -> None:
+        del finished
+        self._writer.close()
+
+
+class _MLflow:
+    """A run of MLFLOW_TRACKING_URI, found again by a tag; its newest step is in another."""
+
+    def __init__(self, run_id: str, step: int) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        where = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        assert '"' not in run_id, "names of runs have no quotes"
+        found = self._client.search_runs([where], f'tags."{_TAG}" = "{run_id}"')
+        run = found[0] if found else self._client.create_run(
+            where, tags={_TAG: run_id}, run_name=run_id
+        )  # fmt: skip
+        self._id: str = run.info.run_id
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
+        self.step = max(step, int(run.data.tags.get(_STEP_TAG, 0)))
+
+    def write(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        for start in range(0, len(points), _BATCH):
+            batch = points[start : start + _BATCH]
+            metrics = [
+                Metric(tag, value, int(point.t_unix * 1000), point.step)
+                for point in batch
+                for tag, value in point.values.items()
+            ]
+            tags = [RunTag(_STEP_TAG, str(batch[-1].step))]
+            self._client.log_batch(self._id, metrics=metrics, tags=tags)
+            self.step = batch[-1].step
+
+    def close(self, *, finished: bool) -> None:
+        if finished:
+            self._client.set_terminated(self._id, "FINISHED")
+
+
+class _WandB:
+    """A run of W&B; with WANDB_MODE=offline in RUN/wandb, for `wandb sync`."""
+
+    def __init__(self, run_dir: Path, run_id: str, step: int) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            id=re.sub(r"[^A-Za-z0-9_-]", "-", run_id),
+            name=run_id,
+            dir=str(run_dir),
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        self.step = max(step, self._run.step - 1)
+
+    def write(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._run.log(point.values, step=point.step)
+        self.step = points[-1].step
+
+    def close(self, *, finished: bool) -> None:
+        del finished
+        self._run.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +179,7 @@ class Progress:
     """Tracker -> newest step written."""
 
     def encode(self) -> bytes:
-        """Return the board's content."""
+        """Return the content for the board."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -46,14 +187,10 @@ class TrackedRun:
     """One run and its trackers.
 
     Args:
-        run_dir: the run.
-        run_id: what it is called in every tracker, over all attempts.
-        trackers: their names.
-        writer: this process, as no other is called.
-        wall: Unix seconds.
+        run_id: the run's name in every tracker, over all attempts.
+        writer: this process's unique name.
         say: told what went wrong, once each.
         settle_s: see SETTLE_S.
-        opened: opens a tracker.
     """
 
     def __init__(
@@ -81,10 +218,7 @@ class TrackedRun:
         """The run has done its last step, and everything is written."""
 
     def poll(self, *, at_once: bool = False) -> None:
-        """Write what has become certain; storage that fails is told, and tried again.
-
-        Args:
-            at_once: the record is complete: wait for nothing.
+        """Write what has become certain, `at_once` everything; failing storage is tried again.
 
         Raises:
             UserError: HF613 the record cannot be read; HF632 a tracker's package is not here.
@@ -128,7 +262,7 @@ class TrackedRun:
             self._board.set_state(replace(progress, writer="", t_unix=0.0).encode(), token)
 
     def _claim(self) -> tuple[Progress, Token] | None:
-        """Return what was written so far, and that we are the writer; None: another process is."""
+        """Become the writer; return what was written so far. None: another process is it."""
         found = self._board.get_state()
         content, token = (b"{}", None) if found is None else found
         raw: dict[str, Any] = json.loads(content)

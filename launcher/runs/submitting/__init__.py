@@ -1,1 +1,1 @@
-"""From a job file to a submitted run, all or nothing; submitting it again; cancelling it."""
+"""Submits a job file as a run, all or nothing; submits a run again; cancels it."""

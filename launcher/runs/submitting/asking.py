@@ -1,23 +1,27 @@
-"""What is asked before a bundle is submitted: of the platform, and of the fleet's ledger."""
+"""What is asked before a bundle is submitted: of this machine, the platform, the fleet's ledger."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from elastic_trainer.plan.command import split_command
 from launcher.fleet.ledger import Fleet
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
 from launcher.record.fleet import Standing, kept_off, standings
-from launcher.render.local import Bundle
+from launcher.render.local import Bundle, resolve
 from launcher.spec.errors import NOWHERE, PlatformError, Problem, UserError
 from launcher.spec.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What a submission does without, and warnings."""
+    """Which machines a submission does without, and warnings."""
 
     without: tuple[ExcludedMachine, ...]
     warnings: tuple[Problem, ...]
@@ -36,17 +40,17 @@ def ask(
     without: Sequence[str] = (),
     force: bool = False,
 ) -> tuple[Problem, ...]:
-    """Ask the platform what can be known of a bundle before it is submitted; return warnings.
+    """Ask the platform about a bundle that is to be submitted; return warnings.
 
     Args:
         backend: the platform's.
         files: the bundle.
-        spec: whose lines are named; None: of a run that resumes.
-        without: nodes that are not to be used, besides those of the bundle.
-        force: what keeps it from ever running there is a warning too.
+        spec: whose lines are named; None: a run resumes.
+        without: more nodes that the job does not use.
+        force: return errors as warnings.
 
     Raises:
-        UserError: what keeps it from ever running there, all at once.
+        UserError: everything that keeps the bundle from ever running there.
     """
     found = backend.find_problems(files, without=without)
     if spec is not None:
@@ -74,10 +78,9 @@ def ask_with_ledger(
     force: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> Admission:
-    """Ask as `ask` does, for a job that is kept off what the ledger holds for bad.
+    """Ask as `ask` does, for a job that is kept off bad machines.
 
-    Where the job would then not find enough machines, only operators' exclusions count, and the
-    others are used, with a warning.
+    Where too few would be left, only operators' exclusions count, and there is a warning.
 
     Args:
         backend: the platform's.
@@ -85,7 +88,7 @@ def ask_with_ledger(
         spec: see `ask`.
         ledger: the fleet's; None: every machine may be used.
         needed: machines of the job.
-        excluded: what the run itself has excluded.
+        excluded: by the run itself.
         force: see `ask`.
         wall: the clock.
 
@@ -98,7 +101,10 @@ def ask_with_ledger(
     )
 
     def answer(standings: Sequence[Standing]) -> Admission:
-        more = [_excluded(each) for each in standings]
+        more = [
+            ExcludedMachine(host=each.machine, member=each.machine, reason=each.reason)
+            for each in standings
+        ]
         without = tuple(sorted([*excluded, *more], key=lambda each: each.host))
         hosts = [each.host for each in without]
         said = ask(backend, files, spec=spec, without=hosts, force=force)
@@ -118,7 +124,7 @@ def ask_with_ledger(
 
 
 def prepare_ledger(ledger: Fleet) -> list[Problem]:
-    """Make a ledger that is a ConfigMap, should there be none; return why it could not be made."""
+    """Make the ledger's ConfigMap, should it be missing; return why that failed."""
     try:
         ledger.prepare()
     except (UserError, PlatformError) as error:
@@ -148,10 +154,118 @@ def _of_ledger(
     return [each for each in kept_off(held, pool, needed) if each.machine not in known], []
 
 
-def _excluded(standing: Standing) -> ExcludedMachine:
-    machine = standing.machine
-    return ExcludedMachine(host=machine, member=machine, reason=standing.reason)
-
-
 def _warning(code: str, message: str) -> Problem:
     return Problem(code=code, message=message, where=NOWHERE)
+
+
+_PAIR = (".bin", ".idx")
+
+
+def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
+    """Return what keeps a job with relative paths in `base_dir` from running on this machine."""
+    return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
+
+
+def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
+    bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
+    for key, written in spec.data_paths.items():
+        path = Path(resolve(written, base_dir))
+        problem = (_unreadable if key == "data.tokenizer" else bad_corpus)(path)
+        if problem:
+            yield spec.problem(problem[0], key, problem[1])
+
+
+def _bad_corpus(path: Path) -> tuple[str, str] | None:
+    """Return (code, message) unless `path` is a file or folder with something in it."""
+    problem = _unreadable(path)
+    if problem:
+        return problem
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        return "HF203", f"{path} is empty; put the corpus there"
+    if path.is_file() and path.stat().st_size == 0:
+        return "HF203", f"{path} is an empty file"
+    return None
+
+
+def _bad_pair(path: Path) -> tuple[str, str] | None:
+    """Return (code, message) unless `path` means a .bin and its .idx.
+
+    It may be their prefix, one of them, or a folder with one pair, as in the trainer's
+    data/megatron.py; a test holds the two together.
+    """
+    prefix = path.with_suffix("") if path.suffix in _PAIR else path
+    try:
+        there = [suffix for suffix in _PAIR if Path(f"{prefix}{suffix}").is_file()]
+        is_folder = not there and path.is_dir()
+    except OSError as error:
+        return "HF202", f"{path} cannot be looked at: {error.strerror}"
+    if is_folder:
+        problem = _unreadable(path)
+        files = [] if problem else [file for file in path.iterdir() if file.suffix in _PAIR]
+        found = sorted({file.with_suffix("") for file in files})
+        if len(found) != 1:
+            names = ", ".join(each.name for each in found[:4]) or "none"
+            message = (
+                f"{path} holds {len(found)} Megatron datasets ({names}), a folder must hold one "
+                "pair of .bin and .idx; name one by its prefix"
+            )
+            return problem or ("HF203", message)
+        prefix = found[0]
+    elif not there:
+        return "HF201", f"{prefix}.bin and {prefix}.idx do not exist; fix the path"
+    files = [Path(f"{prefix}{suffix}") for suffix in _PAIR]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        return "HF201", f"{missing[0]} does not exist; a Megatron dataset has a .bin and an .idx"
+    return _bad_corpus(files[0]) or _bad_corpus(files[1])
+
+
+def _unreadable(path: Path) -> tuple[str, str] | None:
+    """Return (code, message) unless `path` can be read."""
+    try:
+        if not path.exists():
+            return "HF201", f"{path} does not exist; create it, or fix the path"
+    except OSError as error:  # a parent that may not be searched, a name too long
+        return "HF202", f"{path} cannot be looked at: {error.strerror}"
+    if not (path.is_dir() or path.is_file()):
+        return "HF202", f"{path} is neither a file nor a folder; name one of the two"
+    wanted = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+    if not os.access(path, wanted):
+        return "HF202", f"{path} cannot be read; grant the permission"
+    return None
+
+
+def _checkpoints(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
+    """Yield a problem when the folder, or the nearest one above it, cannot be written."""
+    if spec.checkpoint.dir is None:
+        return
+    path = Path(resolve(spec.checkpoint.dir, base_dir))
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        message = f"{nearest} is not a folder, so {path} cannot be made; choose another"
+        yield spec.problem("HF204", "checkpoint.dir", message)
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        message = f"{nearest} cannot be written; choose another, or grant the permission"
+        yield spec.problem("HF204", "checkpoint.dir", message)
+
+
+def _script(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
+    """Yield a problem when the script or the executable of `command` is not there."""
+    if spec.command is None:
+        return
+    folder, command = Path(resolve(spec.code.dir, base_dir)), split_command(spec.command)
+    path = folder / command.target
+    if not folder.is_dir():
+        message = f"{folder} is not a folder; fix the path, the command runs in it"
+        yield spec.problem("HF201", "code.dir", message)
+    elif command.kind == "script":
+        problem = _unreadable(path)
+        if path.is_dir():
+            problem = ("HF201", f"{path} is a folder; name the script")
+        if problem:
+            yield spec.problem(problem[0], "command", problem[1])
+    elif command.kind == "command":
+        name = str(path) if "/" in command.target else command.target
+        if shutil.which(name) is None:
+            message = f"{name} is not an executable here; fix the name, or leave --no-python out"
+            yield spec.problem("HF201", "command", message)

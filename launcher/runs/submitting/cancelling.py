@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
@@ -14,9 +14,8 @@ from launcher.record import stop_request
 from launcher.record.status import TrainingStatus
 from launcher.render.local import MANIFESTS
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
-from launcher.runs.fetching import fetched
-from launcher.runs.runs import StoredRun, current_job, jobs_of
+from launcher.runs.fetching import Fetcher
+from launcher.runs.runs import StoredRun, current_job, jobs_of, note_act
 from launcher.spec.errors import writing
 
 _POLL_S = 2.0
@@ -25,15 +24,12 @@ _ENDING_S = 120.0
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
 _RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
-_SAVE_TIMES = (
-    ("job.sbatch", "HOLDFAST_LEAD_S="),
-    (MANIFESTS, "terminationGracePeriodSeconds:"),
-)
+_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), (MANIFESTS, "terminationGracePeriodSeconds:"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled:
-    """What became of it."""
+    """The outcome."""
 
     status: JobStatus
     saved_step: int | None
@@ -56,8 +52,6 @@ class Canceller:
     """Cancels one run.
 
     Args:
-        run: which.
-        backend: its platform's.
         say: shows progress, a line each.
         wait_s: how long a save may take; after that the job is ended without one.
     """
@@ -67,14 +61,13 @@ class Canceller:
     say: Callable[[str], None]
     wait_s: float
     sleep: Callable[[float], None] = time.sleep
-    mono: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-    _trouble: str = ""
+    _fetcher: Fetcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fetcher = Fetcher(self.backend, self.say)
 
     def cancel(self, *, save: bool) -> Cancelled:
-        """End the run; with `save` its state is saved first.
-
-        From here on none of its jobs goes back into the queue, whatever they end with.
+        """End the run, with `save` after a save; no job of it goes back into the queue.
 
         Raises:
             UserError: HF612 the run directory cannot be written.
@@ -85,8 +78,10 @@ class Canceller:
         if status.state.is_final:
             return self._outcome(job, status, was_over=True)
         with writing(str(self.run.path)):
-            note_act(self.run.path, "cancel", wall=self.wall, job=job.id, saves=save)
-        self._ask_to_stay_stopped()
+            note_act(self.run.path, "cancel", job=job.id, saves=save)
+        fix = "its job would be put back into the queue; make room, or grant the permission"
+        with writing(f"run directory {self.run.path}", f"{fix}, and cancel again"):
+            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=time.time())
         if save and status.state is not JobState.PENDING:
             status = self.saved(job, began=status.started)
             if status.state.is_final:
@@ -98,14 +93,21 @@ class Canceller:
         # Successors first, so that none starts meanwhile.
         for other in reversed(jobs_of(self.run)):
             self.backend.cancel(other)
-        return self._outcome(job, self._wait(job, _ENDING_S))
+        status = polled(
+            lambda: self.backend.status([job])[job],
+            lambda status: status.state.is_final,
+            for_s=_ENDING_S,
+            every_s=_POLL_S / 4,
+            sleep=self.sleep,
+        )
+        return self._outcome(job, status)
 
     def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
-        """Ask for a save and wait until the job has ended or was put back, or its time is over.
+        """Ask for a save; wait until the job has ended or was put back, or its time is over.
 
         Args:
             job: which.
-            began: when it was started, as far as the caller knows: a later start is another.
+            began: its start, as far as the caller knows; a later one is another start.
         """
         wait_s = self.wait_s + _ENDING_S
         self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
@@ -113,9 +115,9 @@ class Canceller:
 
         def look() -> JobStatus:
             nonlocal asked_at, shown
-            if self.mono() - asked_at >= _AGAIN_S:
+            if time.monotonic() - asked_at >= _AGAIN_S:
                 self.backend.ask_to_save(job)
-                asked_at = self.mono()
+                asked_at = time.monotonic()
             status = self.backend.status([job])[job]
             training = self._training(job)
             now = _progress(status, training)
@@ -130,40 +132,11 @@ class Canceller:
                 return True
             return began is not None and (status.started or 0.0) > began  # it runs again
 
-        return self._polled(look, is_over, for_s=wait_s, every_s=_POLL_S)
-
-    def _wait(self, job: JobRef, seconds: float) -> JobStatus:
-        return self._polled(
-            lambda: self.backend.status([job])[job],
-            lambda status: status.state.is_final,
-            for_s=seconds,
-            every_s=_POLL_S / 4,
-        )
-
-    def _polled(
-        self,
-        look: Callable[[], JobStatus],
-        until: Callable[[JobStatus], bool],
-        *,
-        for_s: float,
-        every_s: float,
-    ) -> JobStatus:
-        return polled(look, until, for_s=for_s, every_s=every_s, sleep=self.sleep, mono=self.mono)
-
-    def _ask_to_stay_stopped(self) -> None:
-        fix = (
-            "the job would be put back into the queue; make room, or grant the permission, and "
-            "cancel again"
-        )
-        with writing(f"run directory {self.run.path}", fix):
-            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=self.wall())
+        return polled(look, is_over, for_s=wait_s, every_s=_POLL_S, sleep=self.sleep)
 
     def _training(self, job: JobRef) -> TrainingStatus:
-        """Return the run's own record, brought here where it is elsewhere."""
-        trouble = fetched(self.backend, job)
-        if trouble and trouble != self._trouble:
-            self.say(trouble)
-        self._trouble = trouble
+        """Return the run's own record, fetched where it is elsewhere."""
+        self._fetcher.fetch(job)
         return run_dirs.read_training(self.run.path)
 
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
@@ -179,17 +152,13 @@ class Canceller:
         )
 
 
-def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
-    """Return how long a save may take, by what was submitted, which counts before the job file.
-
-    The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
-    grace period.
-    """
+def save_time_s(run_dir: Path) -> float:
+    """Return how long a save may take: the script's HOLDFAST_LEAD_S, or the pods' grace period."""
     for name, marker in _SAVE_TIMES:
         digits = _submitted_value(run_dir, name, marker)
         if digits.isascii() and digits.isdigit() and len(digits) < 7:
             return float(digits)
-    return fallback_s
+    return 600.0
 
 
 def puts_itself_back(run_dir: Path) -> bool:
@@ -198,10 +167,7 @@ def puts_itself_back(run_dir: Path) -> bool:
 
 
 def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
-    """Return the word after `marker` in a file that was submitted, or that a wrapped script reads.
-
-    Of a task it is its array's.
-    """
+    """Return the word after `marker` in a submitted file, an array's, or a wrapped script's."""
     for path in (run_dir / name, run_dir / run_dirs.AGENTS_SCRIPT, run_dir.parent / name):
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -212,7 +178,7 @@ def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
 
 
 def _known(status: JobStatus, training: TrainingStatus) -> JobStatus:
-    """Return where the job stands; of one that is gone its run knows more."""
+    """Return the job's status; when the platform has forgotten it, by the run's record."""
     if status.reason != NO_SUCH_JOB or training.code is None:
         return status
     return replace(status, state=state_of(training.code), code=training.code)

@@ -1,9 +1,8 @@
-"""What a run's workers run in, as a digest, which shows when it changes under a run.
+"""What a run's workers run in, as a digest that shows when it changes under a run.
 
-RUN/environment.json has the interpreter's version, every installed distribution with its
-version, and the image's digest. `submit` writes it; `launcher.node begin` compares, for a
-virtual environment on shared storage may be changed by anybody at any time. Reads files
-only: no interpreter is started, nothing is imported.
+RUN/environment.json has the interpreter's version, every installed distribution with its version,
+and the image's digest. `submit` writes it; `launcher.node begin` compares, since anybody may change
+a virtual environment on shared storage. Reads files only: nothing is started or imported.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -29,10 +28,10 @@ from launcher.spec.errors import UserError, writing
 
 ENVIRONMENT_JSON: Final = "environment.json"
 MAX_CHANGES: Final = 20
-"""Changes that one event lists."""
+"""In one event."""
 _PINNED = re.compile(r"@(sha256:[0-9a-f]{64})$")
 _EDGE_BYTES: Final = 1 << 20
-"""Of the beginning and the end of an image's file that are digested."""
+"""Digested of an image's file, at its beginning and its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,9 @@ class Environment:
     """What workers run in."""
 
     digest: str
-    """SHA-256 over all that follows but the paths."""
+    """SHA-256 over everything below but the paths."""
     python: str
-    """Version; empty where only the container knows."""
+    """Version; empty: only the container knows it."""
     prefix: str | None
     """The virtual environment, or the launcher's own; None: the container's, not looked at."""
     distributions: Mapping[str, str] = field(default_factory=dict)
@@ -56,9 +55,8 @@ def describe(*, venv: str | Path | None, image: str | None) -> Environment:
     """Return what a job with this section `env:` runs in.
 
     Args:
-        venv: a virtual environment, or any prefix of a Python; None: the launcher's own,
-            unless there is an image.
-        image: a container image: a file, or a name with or without a digest.
+        venv: a prefix of a Python; None: the launcher's own, or without one in an image.
+        image: a file, or a name with or without a digest.
 
     Raises:
         UserError: HF201 the environment is not there; HF202 it cannot be read.
@@ -98,13 +96,11 @@ def changes(before: Environment, now: Environment) -> list[str]:
         if version != new_version:
             found.append(f"{name} {version} -> {new_version}")
         elif was != new:
-            found.append(f"{name} {version} was built or installed anew")
+            found.append(f"{name} {version} was built or installed again")
     return found
 
 
-def record_environment(
-    run_dir: Path, environment: Environment, *, wall: Callable[[], float] = time.time
-) -> None:
+def record_environment(run_dir: Path, environment: Environment) -> None:
     """Write RUN/environment.json, whole or not at all, and an event.
 
     Raises:
@@ -113,7 +109,7 @@ def record_environment(
     path = run_dir / ENVIRONMENT_JSON
     with writing(path):
         write_json(path, dataclasses.asdict(environment), indent=1)
-    _log(run_dir, wall).emit(
+    _log(run_dir).emit(
         "environment.recorded",
         digest=environment.digest,
         python=environment.python,
@@ -139,14 +135,11 @@ def load_environment(run_dir: Path) -> Environment | None:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
 
 
-def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> list[str]:
-    """Compare a run's environment with what was recorded; what changed becomes an event.
+def warn_if_changed(run_dir: Path) -> list[str]:
+    """Compare a run's environment with the record; return what changed, which becomes an event.
 
-    For the start of an attempt: it never stops one. What cannot be read is reported in the same
-    way, since the workers will not be able to use it either.
-
-    Returns:
-        What changed, a text each; empty: nothing, or nothing was recorded.
+    It never stops an attempt. What cannot be read is reported in the same way: workers will not be
+    able to use it either.
     """
     try:
         before = load_environment(run_dir)
@@ -157,7 +150,7 @@ def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> 
     except UserError as error:
         was, digest, found = None, None, [error.message]
     if found:
-        _log(run_dir, wall).emit(
+        _log(run_dir).emit(
             "environment.changed",
             was=was,
             digest=digest,
@@ -171,7 +164,7 @@ def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> 
 
 
 def _python_of(prefix: Path, folders: list[Path]) -> str:
-    """Return the version of a prefix's interpreter, as its pyvenv.cfg or its folders have it."""
+    """Return the version of a prefix's interpreter, by its pyvenv.cfg or its folders."""
     if prefix == Path(sys.prefix):
         return platform.python_version()
     try:
@@ -183,7 +176,7 @@ def _python_of(prefix: Path, folders: list[Path]) -> str:
 
 
 def _site_packages(prefix: Path) -> list[Path]:
-    # Those with local and dist are Debian's, of a Python without a virtual environment.
+    # Debian has local and dist, for a Python without a virtual environment.
     return sorted(
         folder
         for lib in ("lib", "local/lib")
@@ -198,15 +191,14 @@ def _distributions(folders: list[Path]) -> Iterator[tuple[str, str]]:
         name = found.metadata["Name"]
         if not name:
             continue  # a torn installation: pip warns of it
-        # RECORD lists every file with its digest; an egg-link or a distribution's own
-        # packages have none.
+        # RECORD lists every file with its digest; an egg-link has none.
         record = found.read_text("RECORD") or found.read_text("direct_url.json") or ""
         digest = hashlib.sha256(record.encode(errors="surrogateescape")).hexdigest()[:16]
         yield re.sub(r"[-_.]+", "-", name).lower(), f"{found.version} {digest}"
 
 
 def _image_digest(image: str) -> str | None:
-    """Return what tells an image from others of its name; None: nothing does."""
+    """Return what tells an image from others of its name."""
     pinned = _PINNED.search(image)
     if pinned:
         return pinned[1]
@@ -223,5 +215,5 @@ def _image_digest(image: str) -> str | None:
     return f"file:{digest.hexdigest()}"
 
 
-def _log(run_dir: Path, wall: Callable[[], float]) -> LauncherLog:
-    return LauncherLog(run_dir, f"environment-{int(wall())}-{os.getpid()}", wall=wall)
+def _log(run_dir: Path) -> LauncherLog:
+    return LauncherLog(run_dir, f"environment-{int(time.time())}-{os.getpid()}")

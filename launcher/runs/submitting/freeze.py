@@ -4,9 +4,6 @@ RUN/code/<digest>/       the copy
 RUN/code/<digest>.patch  what differs from the git revision, for people (`git apply`)
 RUN/code.json            what was frozen, and what was before an upgrade
 
-`submit` calls `survey` before it makes the run directory (it refuses what cannot be frozen),
-`freeze_code` and `use_code` after; `submit --resume RUN --upgrade` calls `upgrade`.
-
 submitit's RsyncSnapshot does not fit: it clones the repository, so that excluded files and
 `.git` are in the copy, leaves untracked files out, and fails at file names that git quotes.
 """
@@ -54,14 +51,12 @@ SECRET_FILES: Final = (
     *(".htpasswd", ".dockercfg", ".dockerconfigjson", ".vault-token", "credentials.json"),
     *(".aws", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud"),
 )
-"""Names of files and folders that hold keys and passwords; one is frozen if code.include names it.
+"""Names of files and folders that hold keys and passwords; code.include may name one.
 
-They are those of the tools that write them: dotenv, ssh-keygen(1), openssl(1), curl's and ftp's
-.netrc, git-credential-store(1), npm, pip and twine, psql, mysql, htpasswd(1), Docker, Vault, Google
-Cloud, kubectl, the AWS CLI, GnuPG and Azure's.
+From dotenv, ssh-keygen(1), openssl(1), curl's and ftp's .netrc, git-credential-store(1), npm, pip
+and twine, psql, mysql, htpasswd(1), Docker, Vault, Google Cloud, kubectl, AWS CLI, GnuPG, Azure.
 """
 _EXAMPLES: Final = (".env.example", ".env.sample", ".env.template", ".env.dist")
-"""What is written to be shown."""
 MAX_FILES: Final = 50_000
 MAX_PATCH_BYTES: Final = 16 << 20
 """A longer patch is left out: what it says is in the copy."""
@@ -79,7 +74,7 @@ _UNTRACKED: Final = ("ls-files", "-z", "--others", "--exclude-standard")
 
 @dataclass(frozen=True, kw_only=True)
 class CodeSource:
-    """What is known of a working directory that is to be frozen, or was."""
+    """A working directory that is to be frozen, or was."""
 
     source: str
     """The directory, absolute and resolved."""
@@ -88,23 +83,23 @@ class CodeSource:
     branch: str | None = None
     """None: no repository, or detached."""
     dirty: bool | None = None
-    """The files are not those of the revision; None: git had nothing to say."""
+    """The files are not those of the revision; None: git does not say."""
     num_files: int
     size_bytes: int
     num_untracked: int = 0
-    """Files that git neither tracks nor ignores, without those of submodules."""
+    """Files that git neither tracks nor ignores, without submodules'."""
     exclude: tuple[str, ...]
     include: tuple[str, ...]
     max_mib: int
     skipped: tuple[str, ...]
     """Sockets, pipes and devices that are left out."""
     secrets: tuple[str, ...] = ()
-    """What SECRET_FILES names, and is left out too; folders end in a slash."""
+    """Left out because SECRET_FILES names them; folders end in a slash."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeFiles:
-    """The files of a working directory that are to be frozen."""
+    """The files to freeze."""
 
     about: CodeSource
     names: tuple[str, ...]
@@ -113,7 +108,7 @@ class CodeFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen(CodeSource):
-    """One frozen working directory, as code.json has it."""
+    """A frozen working directory, as code.json has it."""
 
     digest: str
     """SHA-256 over names, executable bits and contents; the folder has its first 16 digits."""
@@ -122,13 +117,10 @@ class Frozen(CodeSource):
     patch: str | None
     """File name in RUN/code of what differs from the revision; None: nothing, or too long."""
     frozen_unix: float
-    """When, in seconds since 1970."""
 
 
 def survey(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> CodeFiles | None:
-    """Return what `submit` is to freeze of a checked job in the folder `base_dir`. Reads only.
-
-    None: the job has no code of its own and runs the installed package.
+    """Return what `submit` is to freeze; None: the job runs the installed package alone.
 
     Raises:
         UserError: HF201, HF202, HF640: see `list_code`.
@@ -141,7 +133,7 @@ def survey(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> CodeFiles |
 
 
 def left_out(about: CodeSource) -> list[Problem]:
-    """Return a warning that names what was not frozen since it is named like a secret."""
+    """Return a warning that names the files left out because they are named like secrets."""
     if not about.secrets:
         return []
     listed = ", ".join(about.secrets[:5]) + (", ..." if len(about.secrets) > 5 else "")
@@ -153,9 +145,7 @@ def left_out(about: CodeSource) -> list[Problem]:
 
 
 def freeze_code(home: Path, files: CodeFiles, *, wall: Callable[[], float] = time.time) -> Frozen:
-    """Copy `files` to HOME/code/<digest>, whole or not at all.
-
-    HOME is the run directory, or the folder of an array, whose tasks share the copy.
+    """Copy `files` to HOME/code/<digest>, whole or not at all; tasks of an array share a HOME.
 
     Raises:
         UserError: HF641 a file cannot be copied; HF612 `home` cannot be written.
@@ -199,9 +189,7 @@ def use_code(
     history: Sequence[Frozen] = (),
     wall: Callable[[], float] = time.time,
 ) -> None:
-    """Make a run, with job.json in it, run code that was frozen.
-
-    `history` is what it has run before, oldest first; empty: it is new.
+    """Make a run use frozen code; `history` is what it has used before, oldest first.
 
     Raises:
         UserError: HF612 the run directory cannot be written.
@@ -227,18 +215,13 @@ def use_code(
         log.emit("code.frozen", **said)
 
 
-def upgrade(run_dir: Path, *, wall: Callable[[], float] = time.time) -> tuple[Frozen, Frozen]:
-    """Freeze the working directory anew; every later start of the run uses the new copy.
+def upgrade(run_dir: Path) -> tuple[Frozen, Frozen]:
+    """Freeze the working directory again, for later starts; return what was and what is now.
 
-    The caller has made sure that no job of the run is live: nodes that start at different
-    times would run different code.
-
-    Returns:
-        What was before and what is now; they are equal where nothing had changed.
+    No job of the run may be live: nodes that start at different times would run different code.
 
     Raises:
-        UserError: HF642 the run has no frozen code; HF201, HF202, HF640, HF641, HF612 as
-            at the first time.
+        UserError: HF642 the run has no frozen code; else as at the first time.
     """
     before, history = load_frozen(run_dir)
     if before is None:
@@ -249,10 +232,10 @@ def upgrade(run_dir: Path, *, wall: Callable[[], float] = time.time) -> tuple[Fr
         )
     code = Code(exclude=before.exclude, include=before.include, max_mib=before.max_mib)
     skip = (run_dir, Path(run_dirs.load(run_dir).checkpoint.dir))
-    after = freeze_code(run_dir, list_code(Path(before.source), code, skip=skip), wall=wall)
+    after = freeze_code(run_dir, list_code(Path(before.source), code, skip=skip))
     if after.digest == before.digest:
         return before, before
-    use_code(run_dir, after, history=(*history, before), wall=wall)
+    use_code(run_dir, after, history=(*history, before))
     return before, after
 
 
@@ -284,7 +267,7 @@ def pointed_to(job: TrainConfig, frozen: Frozen) -> TrainConfig:
     if job.command is None:
         own = None if job.command_dir is None else frozen.dir  # a plug-in's
         return dataclasses.replace(job, code=code, command_dir=own)
-    # Of the arguments nothing is changed: an absolute path there may well be data.
+    # Arguments stay as they are: an absolute path there may well be data.
     inside = target = split_command(job.command).target
     for root in (frozen.source, job.command_dir):  # resolved, and as the job file has it
         if root is not None and Path(target).is_relative_to(root):
@@ -295,7 +278,7 @@ def pointed_to(job: TrainConfig, frozen: Frozen) -> TrainConfig:
 
 
 def remove_frozen(folder: Path) -> None:
-    """Remove a frozen copy, or what there is of it, although it is read-only."""
+    """Remove a frozen copy, or a part of one, although it is read-only."""
     for inside, _, _ in os.walk(folder):
         os.chmod(inside, 0o700)  # noqa: PTH101  os.walk gives texts
     shutil.rmtree(folder, ignore_errors=True)
@@ -307,18 +290,17 @@ def remove_frozen(folder: Path) -> None:
 def list_code(source: Path, code: Code, *, skip: Sequence[Path] = ()) -> CodeFiles:
     """Return the files of `source` that are its code. Reads names and sizes only.
 
-    In a git repository: tracked files and untracked ones that are not ignored, as they are
-    now, with those of submodules; else everything. Never: caches, repositories' own folders,
-    virtual environments, run directories.
+    In a git repository: what git tracks or does not ignore, submodules included; else everything.
+    Never: caches, repositories' own folders, virtual environments, run directories.
 
     Args:
         source: the working directory.
-        code: what of it; patterns match names (`data`, `*.ckpt`), those with a slash whole
-            relative paths (`assets/video`). `code.dir` is not looked at.
-        skip: folders that are left out: the run directory, checkpoints.
+        code: patterns match names (`data`, `*.ckpt`) or, with a slash, whole relative paths
+            (`assets/video`).
+        skip: folders to leave out: the run directory, checkpoints.
 
     Raises:
-        UserError: HF201 there is no such folder; HF202 it cannot be read; HF640 too large.
+        UserError: HF201 the folder does not exist; HF202 it cannot be read; HF640 too large.
     """
     folder, where = source.resolve(), Where(key="code.dir")
     if not folder.is_dir():
@@ -356,10 +338,7 @@ def list_code(source: Path, code: Code, *, skip: Sequence[Path] = ()) -> CodeFil
 def _walk(
     root: Path, code: Code, skip: Sequence[Path], secrets: list[str], *, by_git: bool
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield what is no folder in `root` and not left out; `by_git`: what git lists of it.
-
-    What is left out only since it is named like a secret goes into `secrets`.
-    """
+    """Yield the files of `root`, `by_git` those that git lists; fill `secrets`."""
     exclude = [each.removeprefix("./").rstrip("/") for each in (*ALWAYS_EXCLUDED, *code.exclude)]
     never = {path.resolve() for path in skip} - {root}
     pending = [("", _listed(root) if by_git else None)]
@@ -391,16 +370,15 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_secret(path: str, include: Sequence[str]) -> bool:
-    """Return whether SECRET_FILES names a file or folder, and `include` does not ask for it.
+    """Return whether SECRET_FILES names a path, and `include` does not ask for it.
 
-    A pattern for other files, as assets/*, does not: it must name this one, or be of the table.
+    To ask is to name it, or to repeat a pattern of the table; assets/* does not.
     """
     if _matches(path, _EXAMPLES):
         return False
     if not any(_matches(part, SECRET_FILES) for part in path.split("/")):
         return False
     asked = [each for each in include if each in SECRET_FILES or not set(each) & set("*?[")]
-    # Of a folder, all or some of its files.
     return not any(
         _matches(path, [each]) or f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/")
         for each in asked
@@ -408,14 +386,14 @@ def _is_secret(path: str, include: Sequence[str]) -> bool:
 
 
 def _is_never_code(folder: Path) -> bool:
-    """Return whether `folder` is a virtual environment, a sweep or a run directory."""
+    # A virtual environment, a sweep, a run directory.
     if (folder / "pyvenv.cfg").is_file() or (folder / "sweep.json").is_file():
         return True
     return (folder / "job.json").is_file() and (folder / "events").is_dir()
 
 
 def _check_size(folder: Path, sizes: Mapping[str, int], max_mib: int) -> None:
-    """Raise HF640 where there is too much, naming what is largest."""
+    """Raise HF640, naming what is largest, where there is too much."""
     too_large = sum(sizes.values()) > max_mib << 20
     if not too_large and len(sizes) <= MAX_FILES:
         return
@@ -428,7 +406,7 @@ def _check_size(folder: Path, sizes: Mapping[str, int], max_mib: int) -> None:
     raise UserError(
         "HF640",
         f"{folder} holds {show(tops.total())}, more than {limit}; the most is in {largest}: leave "
-        "out what is no code with code.exclude, or name a smaller folder",
+        "out what is not code with code.exclude, or name a smaller folder",
         where=Where(key="code.dir"),
     )
 
@@ -437,10 +415,10 @@ def _check_size(folder: Path, sizes: Mapping[str, int], max_mib: int) -> None:
 
 
 def _git_status(folder: Path) -> dict[str, Any]:
-    """Return what git knows of CodeSource; nothing where it cannot say what is code.
+    """Return git's part of CodeSource.
 
-    That is without git, outside a repository, in a folder that its repository ignores, or where
-    git refuses (another owner's repository).
+    It is empty without git, outside a repository, in a folder that its repository ignores, and in
+    another owner's repository, which git refuses.
     """
     how = ("--porcelain=v2", "-z", "--branch", "--no-ahead-behind", "--no-renames", "-uall")
     status = _git(folder, "status", *how, "--", ".")
@@ -460,7 +438,7 @@ def _git_status(folder: Path) -> dict[str, Any]:
 
 
 def _listed(root: Path, inside: str = "") -> set[str] | None:
-    """Return what git lists in a working tree inside `root`, with all folders; None: it refuses."""
+    """Return files and folders that git lists in the working tree root/inside."""
     names = _git(root / inside, *_UNTRACKED, "--cached")
     if names is None:
         return None
@@ -477,7 +455,7 @@ def _patch_of(files: CodeFiles) -> bytes | None:
     """Return a patch that makes the files out of their revision, untracked ones included.
 
     `git apply` reads it in their folder. None: nothing differs, there is no revision, or the
-    patch would be longer than MAX_PATCH_BYTES. Files of submodules are not in it.
+    patch would be too long. Files of submodules are not in it.
     """
     folder, revision = Path(files.about.source), files.about.revision
     if revision is None or not files.about.dirty:
@@ -508,7 +486,7 @@ def _patch_of(files: CodeFiles) -> bytes | None:
 def _git(
     folder: Path, *args: str, env: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> bytes | None:
-    """Return what git prints; None where it cannot be run, refuses, or takes too long."""
+    """Return what git prints; None: it cannot be run, refuses, or takes too long."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -529,13 +507,7 @@ def _git(
 
 
 def _copy(source: Path, target: Path, name: str) -> str:
-    """Copy one file or link, and return the line that stands for it in the digest.
-
-    A link within the code becomes relative, any other absolute.
-
-    Raises:
-        UserError: HF641 it cannot be read.
-    """
+    """Copy a file or link; return its line for the digest. Links within the code get relative."""
     path, copy = source / name, target / name
     try:
         if path.is_symlink():
@@ -553,8 +525,7 @@ def _copy(source: Path, target: Path, name: str) -> str:
         ) from error
     with content, copy.open("w+b") as out:
         info = os.fstat(content.fileno())
-        # What others may not read here they may not read there; nor what the umask says. From the
-        # start: the content comes after.
+        # Rights here and the umask limit those of the copy, before it has any content.
         made = os.fstat(out.fileno()).st_mode
         os.fchmod(out.fileno(), info.st_mode & _READ_ONLY & (made | made >> 2 & 0o111))
         shutil.copyfileobj(content, out)

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,18 +16,25 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.storage.files import write_atomic
 from launcher.fleet.ledger import fleet_at, place_for
 from launcher.plan.search import plan
-from launcher.platforms.base import Backend, JobRef, JobState, Machines
+from launcher.platforms.base import Backend, JobRef, JobState, JobStatus, Machines
 from launcher.platforms.targets import target_named
 from launcher.record import stop_request
 from launcher.record.failures import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD, JOB_FILE, Bundle
-from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
+from launcher.runs.checkpoints.commits import check_checkpoint_dir
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import StoredRun, Submission, current_job, jobs_of
+from launcher.runs.runs import (
+    StoredRun,
+    Submission,
+    current_job,
+    is_sweep,
+    jobs_of,
+    note_act,
+    note_submitted,
+)
 from launcher.runs.submitting.asking import Admission, ask_with_ledger
 from launcher.runs.submitting.cancelling import Canceller, puts_itself_back, save_time_s
 from launcher.runs.submitting.environment import (
@@ -37,193 +44,142 @@ from launcher.runs.submitting.environment import (
     load_environment,
     record_environment,
 )
-from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to, upgrade
-from launcher.runs.submitting.submit import note_submitted
+from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
+from launcher.runs.submitting.freeze import upgrade as freeze_again
 from launcher.spec.errors import PlatformError, Problem, UserError, writing
 from launcher.spec.reading import load_spec
 
-LIVE = (JobState.PENDING, JobState.RUNNING)
+_LIVE = (JobState.PENDING, JobState.RUNNING)
 _FIXED: Final = {
     "kubernetes": frozenset({"namespace", "context", "claim", "mount", "board"}),
     "slurm": frozenset({"array", "group", "umask"}),
 }
 """Sections that say what is asked of a platform -> their keys that say where the run is."""
 _OWN: Final = frozenset({"run_id", "version", "start_from"})
-"""Of job.json, what a bundle that is rendered anew does not know."""
+"""Keys of job.json that another rendering does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What came of `submit --resume RUN`."""
+    """The outcome of `submit --resume`; every run is in one of three lists."""
 
-    run: StoredRun
-    """With its new submission; as it was where there was nothing to do."""
-    job: JobRef | None
-    """None: it has done its last step."""
-    upgraded: list[str] | None = None
-    """With --upgrade or --set: what has changed, a line each."""
+    job: JobRef | None = None
+    """What was submitted: the run's job, a sweep's array; None: everything is done or live."""
+    again: Sequence[StoredRun] = ()
+    """They resume, with their new submissions."""
+    live: Sequence[StoredRun] = ()
+    """Tasks that wait or run: they are left alone."""
+    done: Sequence[StoredRun] = ()
+    """They have done their last step."""
+    upgraded: Mapping[str, list[str]] = field(default_factory=dict)
+    """What `--upgrade` or `--set` has changed, a line each, by the name of the run's folder."""
     without: tuple[ExcludedMachine, ...] = ()
-    """Machines that were excluded since its last submission: this one does without them."""
+    """Machines that the runs have excluded since their last submission."""
     warnings: tuple[Problem, ...] = ()
-    """What the platform has said that it waits for."""
+    """What the platform has said that the job waits for."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumedSweep:
-    """What came of `submit --resume SWEEP`; every task is in one of the three lists."""
-
-    job: JobRef | None
-    """The array that was submitted; None: no task has anything left to do."""
-    again: list[StoredRun]
-    """Those that resume, with their new submissions."""
-    live: list[StoredRun]
-    """Those that are waiting or running: they are left alone."""
-    done: list[StoredRun]
-    """Those that have done their last step."""
-    upgraded: dict[str, list[str]] | None = None
-    """With --upgrade: what has changed, by task."""
-    without: tuple[ExcludedMachine, ...] = ()
-    """Machines that any task has excluded since its last submission: none of them uses these."""
-    warnings: tuple[Problem, ...] = ()
-    """What the platform has said that they wait for."""
+    @property
+    def run(self) -> StoredRun:
+        """The run, where it is not a sweep."""
+        [run] = [*self.again, *self.done]
+        return run
 
 
 def resume(
-    run: StoredRun,
-    backend: Backend,
-    *,
-    upgrade_code: bool = False,
-    all_nodes: bool = False,
-    force: bool = False,
-    sets: Sequence[str] = (),
-    python: str = sys.executable,
-    wall: Callable[[], float] = time.time,
-) -> Resumed:
-    """Submit a run again: it resumes from its newest checkpoint.
-
-    Args:
-        run: which; its newest submission must have ended.
-        backend: its platform's.
-        upgrade_code: freeze the working directory anew.
-        all_nodes: use nodes too that were excluded.
-        force: see `ask`.
-        sets: what is asked of the platform otherwise from now on, as `kubernetes.image=…`.
-        python: interpreter with holdfast, for nodes where the job names none.
-        wall: the clock.
-
-    Raises:
-        UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change more;
-            what the platform would never run.
-        PlatformError: the platform is away, or answers garbage.
-    """
-    submission = _submission(run)
-    jobs = jobs_of(run)
-    statuses = backend.status(jobs)
-    live = next((job for job in jobs if statuses[job].state in LIVE), None)
-    if live is not None:
-        said = f" ({statuses[live].words})" if statuses[live].words else ""
-        raise UserError(
-            "HF615",
-            f"{run.path} has a live job already: {submission.target} job {live.id} is "
-            f"{statuses[live].state}{said}; cancel it first (holdfast cancel {run.shown} --save)",
-        )
-    fetched(backend, current_job(run))
-    if run_dirs.read_training(run.path).code == 0:
-        return Resumed(run=run, job=None)
-    index = submission.job.id.partition("_")[2]
-    tasks = {int(index): run} if index else None
-    asked = _asked_anew(run, sets, python) if sets else None
-    files = _bundle(run.path.parent if index else run.path) | (asked.files if asked else {})
-    answer = _answer([run], backend, files, all_nodes=all_nodes, force=force, wall=wall)
-    with permissions.umask(permissions.umask_of(run.path)):
-        upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
-        with _written(run.path, asked) as changed:
-            job = _submit_again([run], backend, tasks=tasks, without=answer.hosts, wall=wall)
-        upgraded = [*(upgraded or []), *changed] if asked else upgraded
-        ref = backend.task_of(job, int(index), run.path) if index else job
-        noted = note_submitted(run.path, submission.target, ref, without=answer.hosts)
-        return Resumed(
-            run=noted,
-            job=ref,
-            upgraded=upgraded,
-            without=answer.without,
-            warnings=answer.warnings,
-        )
-
-
-def resume_sweep(
     runs: Sequence[StoredRun],
     backend: Backend,
     *,
-    upgrade_code: bool = False,
+    sweep: bool = False,
+    upgrade: bool = False,
     all_nodes: bool = False,
     force: bool = False,
-    wall: Callable[[], float] = time.time,
-) -> ResumedSweep:
-    """Submit those runs of an array again that have ended before their last step, as one array.
+    sets: Sequence[str] = (),
+) -> Resumed:
+    """Submit runs again: they resume from their newest checkpoints.
 
     Args:
-        runs: of all tasks, in the folders named like their indices.
-        backend: the platform's.
-        upgrade_code: freeze the working directory anew, for each of them.
-        all_nodes: use nodes too that were excluded.
+        runs: one, or all tasks of a sweep, which are submitted as one array.
+        backend: their platform's.
+        sweep: leave live runs alone; else they are refused.
+        upgrade: freeze the working directory again, for each run.
+        all_nodes: use excluded nodes too.
         force: see `ask`.
-        wall: the clock.
+        sets: what one run asks of its platform from now on, as `kubernetes.image=…`.
 
     Raises:
-        UserError: HF653 one was never submitted; what the platform would never run.
+        UserError: HF615 a job is live; HF653 a run was never submitted; HF655 `sets` change more;
+            what the platform would never run.
         PlatformError: the platform is away, or answers garbage.
     """
-    targets = {run.path: _submission(run).target for run in runs}
-    jobs = {run.path: current_job(run) for run in runs}
-    statuses = backend.status(list(jobs.values()))
-    live = [run for run in runs if statuses[jobs[run.path]].state in LIVE]
+    targets = [_submission(run).target for run in runs]
+    jobs = {run.path: jobs_of(run) for run in runs}
+    statuses = backend.status([job for each in jobs.values() for job in each])
+    live = [run for run in runs if any(statuses[job].state in _LIVE for job in jobs[run.path])]
+    if live and not sweep:
+        job = next(job for job in jobs[live[0].path] if statuses[job].state in _LIVE)
+        raise _has_live_job(live[0], statuses[job], f"{targets[0]} job {job.id}")
     ended = [run for run in runs if run not in live]
+    for run in ended:
+        fetched(backend, current_job(run))
     done = [run for run in ended if run_dirs.read_training(run.path).code == 0]
-    tasks = {int(run.path.name): run for run in ended if run not in done}
-    if not tasks:
-        return ResumedSweep(job=None, again=[], live=live, done=done)
-    files = _bundle(runs[0].path.parent)
-    again = list(tasks.values())
-    answer = _answer(again, backend, files, all_nodes=all_nodes, force=force, wall=wall)
-    hosts = answer.hosts
-    with permissions.umask(permissions.umask_of(runs[0].path)):
-        upgraded = {
-            run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
-            for run in tasks.values()
-        }
-        job = _submit_again(again, backend, tasks=tasks, without=hosts, wall=wall)
-        again = []
-        for index, run in tasks.items():
-            ref = backend.task_of(job, index, run.path)
-            again.append(note_submitted(run.path, targets[run.path], ref, without=hosts))
-    said = upgraded if upgrade_code else None
-    return ResumedSweep(
-        job=job,
-        again=again,
+    again = [run for run in ended if run not in done]
+    if not again:
+        return Resumed(live=live, done=done)
+    first = again[0]
+    asked = _asked_again(first, sets) if sets else None
+    files = _bundle(_home(first)) | (asked.files if asked else {})
+    answer = _answer(again, backend, files, all_nodes=all_nodes, force=force)
+    with run_dirs.umask(run_dirs.umask_of(first.path)):
+        for run in again:
+            _check(run, backend)
+        upgraded = {run.path.name: _upgrade(run.path) for run in again if upgrade}
+        with _written(first.path, asked) as changed:
+            job = _submit_again(again, backend, without=answer.hosts)
+        if asked:
+            upgraded.setdefault(first.path.name, []).extend(changed)
+        submitted = []
+        for run in again:
+            index = _task(run)
+            ref = job if index is None else backend.task_of(job, index, run.path)
+            submitted.append(note_submitted(run.path, targets[0], ref, without=answer.hosts))
+    return Resumed(
+        job=job if sweep else ref,
+        again=submitted,
         live=live,
         done=done,
-        upgraded=said,
+        upgraded=upgraded,
         without=answer.without,
         warnings=answer.warnings,
     )
 
 
+def _has_live_job(run: StoredRun, status: JobStatus, job: str) -> UserError:
+    said = f" ({status.words})" if status.words else ""
+    return UserError(
+        "HF615",
+        f"{run.path} has a live job already: {job} is {status.state}{said}; cancel it first "
+        f"(holdfast cancel {run.shown} --save)",
+    )
+
+
+def _task(run: StoredRun) -> int | None:
+    """Return the index of a task; None: the run is not a task of an array."""
+    name = run.path.name
+    return int(name) if name.isdigit() and is_sweep(run.path.parent) else None
+
+
+def _home(run: StoredRun) -> Path:
+    """Return the folder of the bundle; tasks have that of their array."""
+    return run.path if _task(run) is None else run.path.parent
+
+
 def _answer(
-    runs: Sequence[StoredRun],
-    backend: Backend,
-    files: Bundle,
-    *,
-    all_nodes: bool,
-    force: bool,
-    wall: Callable[[], float],
+    runs: Sequence[StoredRun], backend: Backend, files: Bundle, *, all_nodes: bool, force: bool
 ) -> Admission:
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
     ledger = None
     if isinstance(backend, Machines):
-        ledger = fleet_at(
-            place_for(runs[0].path), lambda: backend.register_server(files), wall=wall
-        )
+        ledger = fleet_at(place_for(runs[0].path), lambda: backend.register_server(files))
         for run in runs:
             with contextlib.suppress(UserError, PlatformError):  # the answer says what is wrong
                 ledger.harvest(run.path)
@@ -235,7 +191,6 @@ def _answer(
         needed=run_dirs.load(runs[0].path).ladder.max_nodes,
         excluded=() if all_nodes else _excluded(runs),
         force=force,
-        wall=wall,
     )
 
 
@@ -254,22 +209,22 @@ def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Resubmission:
-    """A run's bundle with other wishes to its platform."""
+    """A run's bundle that asks something else of its platform."""
 
     files: Bundle
-    """What changes; a job.json is not among them."""
+    """They change; job.json does not."""
     image: str | None
-    """Of its pods; None: it has none."""
+    """None: it has no pods."""
     sets: tuple[str, ...]
 
 
-def _asked_anew(run: StoredRun, sets: Sequence[str], python: str) -> _Resubmission:
+def _asked_again(run: StoredRun, sets: Sequence[str]) -> _Resubmission:
     """Return what a run asks of its platform with `sets`; writes nothing."""
     submission = _submission(run)
     target = target_named(submission.target)
     section = (target.exclude or "").partition(".")[0]
     keys = [text.partition("=")[0].strip() for text in sets]
-    if submission.job.id.partition("_")[2]:
+    if _task(run) is not None:
         raise UserError("HF655", f"{run.shown} is a task of an array, whose tasks ask for the same")
     for key in keys:
         mine, _, name = key.partition(".")
@@ -288,16 +243,16 @@ def _asked_anew(run: StoredRun, sets: Sequence[str], python: str) -> _Resubmissi
         run_id=config.run_id,
         run_dir=run.path,
         base_dir=base_dir,
-        python=python,
+        python=sys.executable,
     )
     frozen, _ = load_frozen(run.path)
     now = TrainConfig.from_json(files.pop(run_dirs.JOB_JSON))
     now = now if frozen is None else pointed_to(now, frozen)
-    for field in dataclasses.fields(config):
-        if field.name not in _OWN and getattr(now, field.name) != getattr(config, field.name):
+    for name in (each.name for each in dataclasses.fields(config)):
+        if name not in _OWN and getattr(now, name) != getattr(config, name):
             raise UserError(
                 "HF655",
-                f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a resumed "
+                f"--set {', '.join(keys)}: changes {name} of job.json too, which a resumed "
                 f"run keeps; start a new run from it: --from {run.shown}",
             )
     return _Resubmission(
@@ -312,12 +267,12 @@ def _job_file(run_dir: Path) -> tuple[Path, Path]:
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         if first.startswith(HEAD):
             return path, Path(first.removeprefix(HEAD))
-    raise UserError("HF613", f"{run_dir} has no job file of its own; resume it without --set")
+    raise UserError("HF613", f"{run_dir} has no job file; resume it without --set")
 
 
 @contextmanager
 def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
-    """Write what is asked anew, and yield what changes of the environment; undone on failure."""
+    """Write what is asked, and yield what changes; undone on failure."""
     if asked is None:
         yield []
         return
@@ -351,32 +306,22 @@ def _submission(run: StoredRun) -> Submission:
     return run.submission
 
 
-def _prepare(
-    run: StoredRun, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
-) -> list[str] | None:
-    """See that a run can resume; with `upgrade_code` return what has changed."""
-    permissions.check_run_dir(run.path)
-    folder = run.path.parent if _submission(run).job.id.partition("_")[2] else run.path
-    bundle = _bundle(folder)
-    if backend.nodes_run_dir(folder, bundle) == str(folder):
+def _check(run: StoredRun, backend: Backend) -> None:
+    """See that a run can resume."""
+    run_dirs.check_run_dir(run.path)
+    home = _home(run)
+    bundle = _bundle(home)
+    if backend.nodes_run_dir(home, bundle) == str(home):
         run_dirs.check_storage(run.path, is_data=backend.only_data_is_shared(bundle))
-        run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
-    return _upgrade(run.path, wall=wall) if upgrade_code else None
+        check_checkpoint_dir(run_dirs.load(run.path))
 
 
-def _upgrade(run_dir: Path, *, wall: Callable[[], float]) -> list[str]:
-    """Make later starts of a run use the code and the environment as they are now.
-
-    Returns:
-        What changed, a line each; empty: nothing. All of it is in the events, too.
-
-    Raises:
-        UserError: HF642 nothing was kept with this run; else as at the first time.
-    """
+def _upgrade(run_dir: Path) -> list[str]:
+    """Make later starts of a run use code and environment as they are now; return what changed."""
     changed = []
     environment = load_environment(run_dir)
     if environment is None or load_frozen(run_dir)[0] is not None:
-        was, now = upgrade(run_dir, wall=wall)
+        was, now = freeze_again(run_dir)
         if was.digest != now.digest:
             revisions = f"({_revision(was)} -> {_revision(now)})"
             changed.append(f"code {was.digest[:12]} -> {now.digest[:12]} {revisions}")
@@ -384,7 +329,7 @@ def _upgrade(run_dir: Path, *, wall: Callable[[], float]) -> list[str]:
     if environment is not None:
         found = describe(venv=environment.prefix, image=environment.image)
         if found.digest != environment.digest:
-            record_environment(run_dir, found, wall=wall)
+            record_environment(run_dir, found)
             changed += [f"environment: {change}" for change in changes(environment, found)]
     return changed
 
@@ -395,33 +340,23 @@ def _revision(frozen: Frozen) -> str:
     return frozen.revision[:12] + ("+" if frozen.dirty else "")
 
 
-def _submit_again(
-    runs: Sequence[StoredRun],
-    backend: Backend,
-    *,
-    tasks: dict[int, StoredRun] | None,
-    without: Sequence[str],
-    wall: Callable[[], float],
-) -> JobRef:
-    """Submit the bundle once more, `without` nodes, of an array only `tasks`.
-
-    When that fails, all stay as they are.
-    """
+def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Sequence[str]) -> JobRef:
+    """Submit the bundle of the runs once more; when that fails, all stay as they are."""
     stopped = [run for run in runs if stop_request.asked(run.path)]
     for run in stopped:
         stop_request.withdraw(run.path)
-    folder = runs[0].path if tasks is None else runs[0].path.parent
+    home = _home(runs[0])
+    tasks = sorted(task for run in runs if (task := _task(run)) is not None)
     try:
-        only = None if tasks is None else sorted(tasks)
-        return backend.submit(folder, _bundle(folder), tasks=only, without=without)
+        return backend.submit(home, _bundle(home), tasks=tasks or None, without=without)
     except BaseException:
         for run in stopped:
-            stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())
+            stop_request.ask(run.path, why="submit --resume failed", t_unix=time.time())
         raise
 
 
 def _bundle(folder: Path) -> dict[str, str]:
-    """Return the files that were submitted; a task's are those of its array."""
+    """Return the files that were submitted."""
     return {
         path.name: path.read_text(encoding="utf-8", errors="replace")
         for path in folder.iterdir()
@@ -434,10 +369,10 @@ def _bundle(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """What came of it."""
+    """The outcome of `restart`."""
 
     job: JobRef | None
-    """Of the next start; None: there is none, for the run is done, or has not saved in time."""
+    """The next start; None: the run is done, or has not saved in time."""
     requeued: bool
     """The same job was put back into the queue; else it was submitted again."""
     saved_step: int | None
@@ -479,12 +414,7 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     with writing(str(run.path)):
         note_act(run.path, "restart", job=job.id)
     began = status.started
-    canceller = Canceller(
-        run=run,
-        backend=backend,
-        say=say,
-        wait_s=save_time_s(run.path),
-    )
+    canceller = Canceller(run=run, backend=backend, say=say, wait_s=save_time_s(run.path))
     if puts_itself_back(run.path):
         status = canceller.saved(job, began=began)
         saved_step = run_dirs.read_training(run.path).saved_step
@@ -495,7 +425,7 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     else:
         saved_step = canceller.cancel(save=True).saved_step
     # It has run there until now, and has ended for this: it does not stay down for a judgement.
-    resumed = resume(run, backend, force=True)
+    resumed = resume([run], backend, force=True)
     for problem in resumed.warnings:
         say(str(problem))
     return Restarted(

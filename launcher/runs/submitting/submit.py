@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import KUBERNETES
-from elastic_trainer.plan.config import TrainConfig
-from launcher.fleet.ledger import FOLDER, fleet_at
+from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
 from launcher.platforms.base import Backend, JobRef, Machines
-from launcher.platforms.installed import installed_version
 from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
-from launcher.runs import permissions
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.acts import note_act
-from launcher.runs.checkpoints.commits import refuse_foreign
+from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
 from launcher.runs.fetching import fetch_running
-from launcher.runs.live import live_problems
-from launcher.runs.runs import (
-    SWEEP,
-    StoredRun,
-    Submission,
-    current_job,
-    find_runs,
-    is_run,
-    write_submitted,
-)
-from launcher.runs.submitting.asking import ask_with_ledger, prepare_ledger
+from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
+from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, record_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
-    Frozen,
     freeze_code,
     left_out,
     remove_frozen,
     survey,
     use_code,
 )
-from launcher.spec.errors import Problem, UserError, writing
+from launcher.spec.errors import Problem, UserError
 from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
@@ -65,49 +53,48 @@ class PreparedSubmission:
     """What is to be submitted; nothing has been written or contacted."""
 
     target: str
-    run_id: str
     run_dir: Path
     files: Bundle
-    specs: tuple[JobSpec, ...]
-    """One, or one for each task."""
-    values: tuple[Values, ...]
-    """Of each task of a sweep; of a plain job one empty mapping."""
-    tasks: tuple[int, ...] | None
-    """Indices of an array's tasks; None: it is none."""
-    base_dir: Path
+    spec: JobSpec
+    """The job; of a sweep that of its first task."""
+    tasks: Mapping[int, Values] | None
+    """Index of an array's task -> what a sweep sets for it; None: it is not an array."""
     warnings: tuple[Problem, ...]
     code: CodeFiles | None
-    """To be kept with the run; None: it runs no code of the user's."""
+    """To be kept with the run; None: the job runs no code of the user's."""
     environment: Environment | None
     """To be recorded; None: it is not on this machine."""
 
     @property
-    def runs(self) -> list[Path]:
-        """The run directories: one, or one for each task."""
+    def runs(self) -> dict[Path, int | None]:
+        """Run directory -> its task's index, or None where the job is not an array."""
         if self.tasks is None:
-            return [self.run_dir]
-        return [self.run_dir / str(index) for index in self.tasks]
+            return {self.run_dir: None}
+        return {self.run_dir / str(index): index for index in self.tasks}
+
+    def files_of(self, index: int | None) -> Bundle:
+        """Return the files of a task, or of the job itself, which have no folder."""
+        start = "" if index is None else f"{index}/"
+        names = {name.removeprefix(start): name for name in self.files if name.startswith(start)}
+        return {name: self.files[whole] for name, whole in names.items() if "/" not in name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     """What was submitted."""
 
-    target: str
     job: JobRef
-    run_dir: Path
     runs: list[StoredRun]
-    frozen: Frozen | None = None
     warnings: tuple[Problem, ...] = ()
-    """What the platform has said that it waits for."""
+    """What the platform has said that the job waits for."""
 
 
 def prepare(
     job: str | Path | Mapping[str, Any] | JobSpec,
     *,
     target: str,
-    stamp: str,
-    python: str,
+    stamp: str = "",
+    python: str = sys.executable,
     sets: Sequence[str] = (),
     site: Site | None = None,
     sweep: Sequence[str] = (),
@@ -119,7 +106,7 @@ def prepare(
     Args:
         job: as `load_spec` takes it.
         target: name of the platform.
-        stamp: local time as text, to name the run.
+        stamp: names the run; empty: the local time.
         python: interpreter with holdfast, for nodes where the job names none.
         sets: arguments of `--set`.
         site: the cluster, whose defaults count.
@@ -131,53 +118,52 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
+    renderer, array_renderer = platform.load_renderer(), platform.load_sweep_renderer()
+    look = look and not platform.sees_other_paths
     values = sweep_tasks(sweep)
     specs = [
         load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
         for each in values
     ]
-    base_dir = specs[0].folder
-    look = look and not platform.sees_other_paths
-    image = pod_image(specs[0]) if platform.sees_other_paths else None
-    for spec in specs if look else []:
-        if problems := live_problems(spec, base_dir):
+    spec = specs[0]
+    for each in specs if look else ():
+        if problems := live_problems(each, each.folder):
             raise UserError.many(problems)
-    plans = [plan(spec) for spec in specs]
-    run_id = f"{specs[0].name}-{stamp}"
+    plans = [plan(each) for each in specs]
+    run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()
-    places = {"run_id": run_id, "run_dir": directory, "base_dir": base_dir, "python": python}
-    if sweep:
-        files = _render_sweep(platform, target, list(zip(specs, plans, strict=True)), places)
+    places = {"run_id": run_id, "run_dir": directory, "base_dir": spec.folder, "python": python}
+    if not sweep:
+        files = renderer(spec, plans[0], **places)
+    elif array_renderer is None:
+        message = f"--sweep: {target} runs no arrays; submit to slurm, or one run at a time"
+        raise UserError("HF205", message)
     else:
-        files = platform.load_renderer()(specs[0], plans[0], **places)
-    tasks = _tasks(files)
-    if tasks is not None:
+        tasks = list(zip(specs, plans, strict=True))
+        _refuse_other_requests(tasks)
+        files = array_renderer(tasks, **places)
+    indices = _tasks(files)
+    if indices is not None:
         _refuse_shared_checkpoints(specs)
-    if specs[0].slurm.group is not None:
-        permissions.check_group(specs[0].slurm.group)
-    code = survey(specs[0], base_dir=base_dir, run_dir=directory)
+    if spec.slurm.group is not None:
+        run_dirs.check_group(spec.slurm.group)
+    code = survey(spec, base_dir=spec.folder, run_dir=directory)
     return PreparedSubmission(
         target=target,
-        run_id=run_id,
         run_dir=directory,
         files=files,
-        specs=tuple(specs),
-        values=tuple(values),
-        tasks=tasks,
-        base_dir=base_dir,
+        spec=spec,
+        tasks=None
+        if indices is None
+        else dict(zip(indices, values if sweep else repeat({}), strict=False)),
         warnings=(*plans[0].warnings, *(left_out(code.about) if code else ())),
         code=code,
-        environment=_environment(specs[0], base_dir=base_dir, look=look, image=image),
+        environment=_environment(spec, platform, look=look),
     )
 
 
 def submit(
-    prepared: PreparedSubmission,
-    backend: Backend,
-    *,
-    all_nodes: bool = False,
-    force: bool = False,
-    wall: Callable[[], float] = time.time,
+    prepared: PreparedSubmission, backend: Backend, *, all_nodes: bool = False, force: bool = False
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 
@@ -186,66 +172,55 @@ def submit(
         backend: the platform's.
         all_nodes: use machines too that the fleet's ledger holds for bad.
         force: see `ask`.
-        wall: the clock.
 
     Raises:
         UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
             HF652 the platform refuses; others.
         PlatformError: the platform is away, or answers garbage.
     """
-    slurm = prepared.specs[0].slurm
-    spec = prepared.specs[0]
-    ledger = None
-    if isinstance(backend, Machines) and not all_nodes:
-        place = _place(prepared)
-        ledger = fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
-        _take_over(prepared, backend, place)
+    spec, files, target = prepared.spec, prepared.files, prepared.target
+    ledger = None if all_nodes else _ledger(prepared, backend)
     asked = ask_with_ledger(
         backend,
-        prepared.files,
+        files,
         spec=spec,
         ledger=ledger,
         needed=spec.cluster.nodes + spec.cluster.spares,
         force=force,
-        wall=wall,
     )
     warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
+    without = asked.hosts
+    # Else storage is not this machine's, and nothing is looked at there.
+    shared = backend.nodes_run_dir(prepared.run_dir, files) == str(prepared.run_dir)
+    is_data = backend.only_data_is_shared(files)
     # For sbatch too, which hands it on to the job.
-    with permissions.umask(slurm.umask):
+    with run_dirs.umask(spec.slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
-            permissions.make_run_dir(prepared.run_dir, group=slurm.group)
-            there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
-            shared = there == str(prepared.run_dir)
-            is_data = backend.only_data_is_shared(prepared.files)
-            frozen = _make(prepared, made, wall, shared=shared, is_data=is_data)
-            job = backend.submit(prepared.run_dir, prepared.files, without=asked.hosts)
+            run_dirs.make_run_dir(prepared.run_dir, group=spec.slurm.group)
+            _write_runs(prepared, made, shared=shared, is_data=is_data)
+            job = backend.submit(prepared.run_dir, files, without=without)
         runs = []
-        indices = prepared.tasks or (None,)
-        for index, run_dir in zip(indices, prepared.runs, strict=True):
+        for run_dir, index in prepared.runs.items():
             ref = job if index is None else backend.task_of(job, index, run_dir)
-            runs.append(note_submitted(run_dir, prepared.target, ref, without=asked.hosts))
-    return Submitted(
-        target=prepared.target,
-        job=job,
-        run_dir=prepared.run_dir,
-        runs=runs,
-        frozen=frozen,
-        warnings=tuple(warnings),
-    )
+            runs.append(note_submitted(run_dir, target, ref, without=without))
+    return Submitted(job=job, runs=runs, warnings=tuple(warnings))
 
 
-def _place(prepared: PreparedSubmission) -> str:
-    """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
-    task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
-    named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
-    return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
+    """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
+    if not isinstance(backend, Machines):
+        return None
+    first = next(iter(prepared.runs.values()))
+    named = json.loads(prepared.files_of(first)[run_dirs.JOB_JSON]).get("fleet")
+    place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+    _take_over(prepared, backend, place)
+    return fleet_at(place, lambda: backend.register_server(prepared.files))
 
 
 def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
-    """Fetch the records of the runs beside this one that run now, for the ledger.
+    """Fetch the records of the runs beside this one that run now, for a ledger in a ConfigMap.
 
-    Where pods share no folder with the launcher and have no token, nobody else writes what they
-    find. What keeps a record from coming keeps no job from being submitted.
+    Pods without a token cannot write it. A record that does not come stops no submission.
     """
     if not place.startswith(KUBERNETES):
         return
@@ -258,14 +233,8 @@ def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> No
     fetch_running(backend, [current_job(run) for run in runs])
 
 
-def _render_sweep(
-    platform: Target, name: str, tasks: list[tuple[JobSpec, Plan]], places: dict[str, object]
-) -> Bundle:
-    renderer = platform.load_sweep_renderer()
-    if renderer is None:
-        raise UserError(
-            "HF205", f"--sweep: {name} runs no arrays; submit to slurm, or one run at a time"
-        )
+def _refuse_other_requests(tasks: Sequence[tuple[JobSpec, Plan]]) -> None:
+    """Refuse a sweep whose tasks ask Slurm for different things."""
     first, ladder = tasks[0][0], tasks[0][1].ladder
     for spec, planned in tasks[1:]:
         same = (
@@ -278,11 +247,10 @@ def _render_sweep(
                 "--sweep: its values change what is asked of Slurm (nodes, times, environment), "
                 "but tasks of an array ask for the same; submit such runs one by one",
             )
-    return renderer(tasks, **places)
 
 
 def _tasks(files: Bundle) -> tuple[int, ...] | None:
-    """Return the indices of the tasks that a bundle has folders for; None: it is no array."""
+    """Return the indices of an array's tasks, which have folders in the bundle."""
     if run_dirs.JOB_JSON in files:
         return None
     names = [name.partition("/") for name in files]
@@ -292,8 +260,7 @@ def _tasks(files: Bundle) -> tuple[int, ...] | None:
 def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
     """Tasks that saved into one folder would take each other's checkpoints for their own."""
     folders = [spec.checkpoint.dir for spec in specs]
-    shared = folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders))
-    if shared:
+    if folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders)):
         raise UserError(
             "HF654",
             f"checkpoint.dir: {folders[0]} would be shared by the tasks; leave it out, then each "
@@ -301,162 +268,76 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
         )
 
 
-def _make(
-    prepared: PreparedSubmission,
-    made: list[Path],
-    wall: Callable[[], float],
-    *,
-    shared: bool,
-    is_data: bool,
-) -> Frozen | None:
-    """Write the run directory, and one for each task; return the frozen code of the first.
-
-    Where storage is not `shared` the checkpoint directory is nothing of this machine's; for
-    `is_data` see `probe_storage`.
-    """
-    run_dirs.create(prepared.run_dir, {})
+def _write_runs(
+    prepared: PreparedSubmission, made: list[Path], *, shared: bool, is_data: bool
+) -> None:
+    """Write the run directory, and one for each task; `made` gets the checkpoint directories."""
+    top = prepared.run_dir
+    run_dirs.create(top, {})
     if shared:
-        run_dirs.check_storage(prepared.run_dir, is_data=is_data)
-    frozen = None
-    top = {name: text for name, text in prepared.files.items() if "/" not in name}
-    _write(prepared.run_dir, top)
+        run_dirs.check_storage(top, is_data=is_data)
+    files = prepared.files_of(None)
     if prepared.tasks is not None:
-        listed = zip(prepared.tasks, _padded(prepared), strict=True)
-        rows = [{"index": index, "values": values} for index, values in listed]
-        _write(prepared.run_dir, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
-    for run_dir in prepared.runs:
-        if prepared.tasks is not None:
-            start = f"{run_dir.name}/"
-            inner = {
-                name.removeprefix(start): text
-                for name, text in prepared.files.items()
-                if name.startswith(start)
-            }
-            run_dirs.create(run_dir, inner)
+        rows = [{"index": index, "values": values} for index, values in prepared.tasks.items()]
+        files = {**files, SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"}
+    run_dirs.write_files(top, files)
+    frozen = None
+    for run_dir, index in prepared.runs.items():
+        if index is not None:
+            run_dirs.create(run_dir, prepared.files_of(index))
         if shared:
-            _check_checkpoints(run_dirs.load(run_dir), made)
+            config = run_dirs.load(run_dir)
+            refuse_foreign(config)
+            checkpoints = Path(config.checkpoint.dir)
+            made += [] if checkpoints.exists() else [checkpoints]
+            check_checkpoint_dir(config)
         if prepared.code is not None:
             # The tasks of an array share one copy.
-            frozen = frozen or freeze_code(prepared.run_dir, prepared.code, wall=wall)
-            use_code(run_dir, frozen, wall=wall)
+            frozen = frozen or freeze_code(top, prepared.code)
+            use_code(run_dir, frozen)
         if prepared.environment is not None:
-            record_environment(run_dir, prepared.environment, wall=wall)
-    return frozen
+            record_environment(run_dir, prepared.environment)
 
 
-def _environment(
-    spec: JobSpec, *, base_dir: Path, look: bool, image: str | None
-) -> Environment | None:
+def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment | None:
     """Return what the job runs in; None: it is not on this machine.
 
-    Args:
-        spec: the job.
-        base_dir: folder that its relative paths are relative to.
-        look: the environment must be there.
-        image: of pods; the launcher's own environment says nothing then.
-
     Raises:
-        UserError: HF201 it is not there; HF202 it cannot be read.
+        UserError: HF201 it is not there, although we `look`; HF202 it cannot be read.
     """
-    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
-    if image is not None:
-        return describe(venv=venv if venv is not None and venv.is_dir() else None, image=image)
-    if look or venv is None or venv.is_dir():
+    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, spec.folder))
+    is_here = venv is not None and venv.is_dir()
+    if platform.sees_other_paths and (image := pod_image(spec)) is not None:
+        # The launcher's own environment says nothing of pods.
+        return describe(venv=venv if is_here else None, image=image)
+    if look or venv is None or is_here:
         return describe(venv=venv, image=spec.env.image)
     return None
-
-
-def _padded(prepared: PreparedSubmission) -> list[Values]:
-    """Return the values of each task; those of a plain array have none of their own."""
-    assert prepared.tasks is not None
-    same = len(prepared.values) == len(prepared.tasks)
-    return list(prepared.values) if same else [{} for _ in prepared.tasks]
-
-
-def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
-    refuse_foreign(config)
-    directory = Path(config.checkpoint.dir)
-    existed = directory.exists()
-    run_dirs.check_checkpoint_dir(config)
-    if not existed:
-        made.append(directory)
-
-
-def _write(folder: Path, files: Bundle) -> None:
-    with writing(f"run directory {folder}", "use another --run-dir"):
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
     """Remove the run directory, and empty folders in the list, should anything fail."""
-    refused = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
-    existed = run_dir.exists()
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     made: list[Path] = []
-    first_missing = run_dir
-    while not first_missing.parent.exists():
-        first_missing = first_missing.parent
+    if run_dir not in missing and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        yield made  # it will be refused, and what is there is not ours
+        return
     try:
         yield made
     except BaseException:
-        if not refused:  # what was there before is not ours
-            for folder in made:
-                _remove_if_empty(folder)
-            _empty(run_dir)
-            if not existed:
-                _remove_if_empty(run_dir)
-                folder = run_dir.parent
-                while folder != first_missing.parent:
-                    _remove_if_empty(folder)
-                    folder = folder.parent
+        if run_dir.is_dir():
+            for code in (*run_dir.glob("code"), *run_dir.glob("[0-9]*/code")):
+                remove_frozen(code)  # it is read-only
+            for path in run_dir.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        for folder in (*made, *missing):
+            with suppress(OSError):  # it is not there, or has something in it
+                folder.rmdir()
         raise
-
-
-def _empty(folder: Path) -> None:
-    """Remove what is in `folder`; frozen code is read-only."""
-    if not folder.is_dir():
-        return
-    for code in [*folder.glob("code"), *folder.glob("[0-9]*/code")]:
-        remove_frozen(code)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return  # not there, or it has something in it
-
-
-def note_submitted(
-    run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()
-) -> StoredRun:
-    """Write down what was submitted.
-
-    The job is in the queue now: that this cannot be written must not look like a failure to
-    submit, so the error names the job.
-
-    Raises:
-        UserError: HF612, that error.
-    """
-    assert is_run(run_dir), run_dir
-    config = run_dirs.load(run_dir)
-    submission = Submission(
-        target=target,
-        job=job,
-        run_id=config.run_id,
-        launcher_version=installed_version(),
-        without=tuple(without),
-    )
-    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
-        write_submitted(run_dir, submission)
-        note_act(run_dir, "submit", job=job.id)
-    return StoredRun(path=run_dir, submission=submission, shown=str(run_dir))
 
 
 # -- sweeps ---------------------------------------------------------------------------------
@@ -465,10 +346,9 @@ def note_submitted(
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
 
-    Without any there is one task, of no values.
-
     Args:
         texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
+            None: one task, which has no values.
 
     Raises:
         UserError: HF654 one of another form, a key twice, or too many tasks.
@@ -480,8 +360,7 @@ def sweep_tasks(texts: Sequence[str]) -> list[Values]:
         values = [value.strip() for value in _parts(rest)]
         if not equals or not key or not all(values):
             raise UserError(
-                "HF654",
-                f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4",
+                "HF654", f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4"
             )
         if key in choices:
             raise UserError("HF654", f"--sweep {key} is given twice; put all its values into one")
@@ -489,15 +368,11 @@ def sweep_tasks(texts: Sequence[str]) -> list[Values]:
         if twice:
             raise UserError("HF654", f"--sweep {key}: the value {twice[0]} is given twice")
         choices[key] = values
-    count = 1
-    for values in choices.values():
-        count *= len(values)
-    if count > MAX_TASKS:
+    if (count := math.prod(map(len, choices.values()))) > MAX_TASKS:
         raise UserError(
             "HF654", f"--sweep makes {count:,} tasks, at most {MAX_TASKS:,} are allowed; split it"
         )
-    combinations = itertools.product(*choices.values())
-    return [dict(zip(choices, values, strict=True)) for values in combinations]
+    return [dict(zip(choices, each, strict=True)) for each in product(*choices.values())]
 
 
 def _parts(text: str) -> list[str]:

@@ -1,14 +1,10 @@
-"""What is wrong with a run that its platform calls running. Pure: facts and the time in.
+"""What is wrong with a run that its platform calls running. Pure; the same on every platform.
 
-The same rules on every platform. What is looked at: how the platform says it stands (suspended,
-nodes lost, its batch host), the age of the newest step, and saves that failed.
-
-**Silence.** A step counts as overdue after ten times the median of this epoch's, twice its longest,
-and a minute, whichever is most: what is read here may be that far behind, by caches of shared
-storage and by clocks that differ. Never later than a minute after the agents themselves would have
-called it a hang (`elastic.hang_ceiling_s`). Where no pace can be known (until the third step of an
-epoch is done) and where no step is expected (while a save is staged, in an evaluation that was
-announced, while starting, saving or ending), `elastic.start_ceiling_s` counts, as for the agents.
+**Silence.** A step is overdue after ten times the median of this epoch's steps, twice the longest,
+and a minute (caches of shared storage, clocks that differ), whichever is most; never later than a
+minute after the agents would have called it a hang (`elastic.hang_ceiling_s`). Until the third step
+of an epoch no pace is known, and while a save is staged, in an announced evaluation, while
+starting, saving or ending no step is expected: `elastic.start_ceiling_s` counts, as for agents.
 """
 
 from __future__ import annotations
@@ -58,10 +54,9 @@ class Finding:
     kind: FindingKind
     text: str
     how_to_fix: str = ""
-    """Empty: there is nothing to do, the run recovers by itself."""
+    """Empty: the run recovers by itself."""
 
     def __str__(self) -> str:
-        """Return it for people."""
         return f"{self.text}; {self.how_to_fix}" if self.how_to_fix else self.text
 
     def to_json(self) -> dict[str, Any]:
@@ -96,38 +91,40 @@ class RunFacts:
 
 
 def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
-    """Return what is wrong, the gravest first; empty: nothing that is known here.
+    """Return what is wrong, the gravest first.
 
-    Args:
-        facts: of a run. Of one that has ended before it was done only saves that failed are left to
-            tell, of others that do not run nothing.
-        now_unix: the time.
+    After an early end only failed saves are told, after others nothing.
     """
     state = facts.platform.state
     saves = None if facts.training is None else _saves(facts.training, now_unix)
     if state is not JobState.RUNNING:
         return [saves] if saves is not None and state in _ENDED_EARLY else []
     lost, there = _nodes(facts)
-    suspended = _suspended(facts.platform)
-    away = _away(facts.problem)
+    suspended = away = batch_host = None
+    if facts.platform.suspended:
+        text = "it is suspended: its processes are stopped where they are"
+        fix = facts.platform.words
+        suspended = Finding(kind=FindingKind.SUSPENDED, text=text, how_to_fix=fix)
+    if facts.problem:
+        text = f"its record cannot be read now, so its progress is unknown: {facts.problem}"
+        away = Finding(kind=FindingKind.RECORD_AWAY, text=text)
+    if facts.platform.batch_host in lost:
+        text = (
+            f"the batch host {facts.platform.batch_host} is lost, and the batch script with it: "
+            "the remaining nodes save before the time limit and requeue the job"
+        )
+        batch_host = Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
     found = [
         suspended,
         _broke(facts),
         away,
         None if suspended or away else _silence(facts, now_unix),
-        _batch_host(facts.platform, lost),
+        batch_host,
         _lost(facts, lost, there),
         _full(facts.disks),
         saves,
     ]
     return [finding for finding in found if finding is not None]
-
-
-def _suspended(status: JobStatus) -> Finding | None:
-    if not status.suspended:
-        return None
-    text = "it is suspended: its processes are stopped where they are"
-    return Finding(kind=FindingKind.SUSPENDED, text=text, how_to_fix=status.words)
 
 
 def _broke(facts: RunFacts) -> Finding | None:
@@ -141,13 +138,6 @@ def _broke(facts: RunFacts) -> Finding | None:
     return Finding(kind=FindingKind.NODE_BROKE, text=text)
 
 
-def _away(problem: str) -> Finding | None:
-    if not problem:
-        return None
-    text = f"its record cannot be read now, so its progress is unknown: {problem}"
-    return Finding(kind=FindingKind.RECORD_AWAY, text=text)
-
-
 # --- silence ---------------------------------------------------------------------------------
 
 
@@ -157,7 +147,11 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
         return None
     since, elastic = training.last_unix, training.config.elastic
     if since is None or (started is not None and since < started - BEHIND_S):
-        return _nothing_yet(started, elastic, now_unix)
+        if started is None or now_unix - started <= elastic.start_ceiling_s:
+            return None
+        text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
+        fix = "see the job's own output"
+        return Finding(kind=FindingKind.NO_PROGRESS, text=text, how_to_fix=fix)
     if training.parked is not None or training.code is not None:
         return None
     if training.state == "training":
@@ -175,13 +169,6 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
         text=what.format(span(now_unix - since)),
         how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
     )
-
-
-def _nothing_yet(started: float | None, elastic: ElasticSection, now_unix: float) -> Finding | None:
-    if started is None or now_unix - started <= elastic.start_ceiling_s:
-        return None
-    text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
-    return Finding(kind=FindingKind.NO_PROGRESS, text=text, how_to_fix="see the job's own output")
 
 
 def _step_due(
@@ -206,9 +193,9 @@ def _step_due(
 
 
 def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
-    """Return the nodes that are lost, by the platform or the run's record, and those there.
+    """Return the lost nodes, by the platform or the run's record, and the others.
 
-    Nodes are called as the run calls them; the platform may name the machine (on Kubernetes).
+    Their names are the run's; the platform may name the machine (on Kubernetes).
     """
     training, platform = facts.training, facts.platform
     known: list[str] = []
@@ -222,16 +209,6 @@ def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
     named = {*lost, *(hosts.get(name, name) for name in lost)}
     lost += [name for name in platform.nodes_lost if name not in named]
     return lost, [name for name in known or platform.nodes if name not in lost]
-
-
-def _batch_host(status: JobStatus, lost: Sequence[str]) -> Finding | None:
-    if status.batch_host not in lost:
-        return None
-    text = (
-        f"the batch host {status.batch_host} is lost, and the batch script with it: the remaining "
-        "nodes save before the time limit and requeue the job"
-    )
-    return Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
 
 
 def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
@@ -284,10 +261,10 @@ def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
 # -- Names and times for people -------------------------------------------------------------------
 
 
-def names(nodes: Sequence[str], most: int = 8) -> str:
-    """Return node names for people: the first few, and how many there are."""
-    shown = " ".join(nodes[:most])
-    return shown if len(nodes) <= most else f"{shown} … ({len(nodes):,} nodes)"
+def names(nodes: Sequence[str]) -> str:
+    """Return node names for people: the first eight, and how many there are."""
+    shown = " ".join(nodes[:8])
+    return shown if len(nodes) <= 8 else f"{shown} … ({len(nodes):,} nodes)"
 
 
 def times(count: int) -> str:

@@ -4,11 +4,8 @@ RUN/logs/<attempt>/<node>/<rank>.log   a worker; .stdout.log and .stderr.log whe
 RUN/logs/<attempt>/<node>/agent.log    a node's agent of a local run
 RUN/logs/<attempt>/<node>.log          a node's agent of a submitted one
 
-The built-in trainer writes little: what it does is in the events, which are shown as lines too.
-
-Events have their times, and a worker's log begins with one. A line of a log has the time that it
-begins with (ISO 8601, as Python's logging and most programs write it). Another one has the time at
-which it was seen to arrive, or, if it was there before, that of the line before it.
+The built-in trainer writes little: its events are shown as lines. A line has the time it begins
+with (ISO 8601), else that of its arrival, or, if it was there before, that of the line before.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class Selection:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was chosen."""
+        """Nothing was chosen."""
         return not (self.ranks or self.nodes or self.every_rank)
 
     def wants_rank(self, node: str, rank: int) -> bool:
@@ -85,12 +82,12 @@ class LineFilter:
     """Which of the selected lines are shown."""
 
     since_unix: float | None = None
-    """Lines that are known to be older are left out; a line is no newer than those after it."""
+    """Omit lines known to be older; a line is no newer than the lines after it."""
     pattern: re.Pattern[str] | None = None
-    """Lines in which it is not found are left out."""
+    """Omit lines in which it is not found."""
 
     def wants(self, line: Line, latest_unix: float) -> bool:
-        """Whether `line` is shown, which was not written later than `latest_unix`."""
+        """Whether to show `line`, which was written at `latest_unix` or before."""
         if self.since_unix is not None and latest_unix < self.since_unix:
             return False
         return self.pattern is None or self.pattern.search(line.text) is not None
@@ -103,11 +100,11 @@ class _File:
     label: str
     offset: int = 0
     rest: bytes = b""
-    """The beginning of a line that has no end yet."""
+    """The beginning of an unfinished line."""
     t_unix: float | None = None
     """Of the newest line that said its time."""
     is_followed: bool = False
-    """It has been read before: what comes now has just been written."""
+    """What comes now has just been written."""
 
 
 class LogReader:
@@ -133,7 +130,7 @@ class LogReader:
         self._files: dict[str, _File] = {}
 
     def look(self) -> None:
-        """Find logs that are new: a new attempt, a node that joined, a rank that moved."""
+        """Find new logs: a new attempt, a node that joined, a rank that moved."""
         if self._selection.is_default:
             for path in self._output():
                 self._files.setdefault(str(path), _File("job"))
@@ -141,13 +138,10 @@ class LogReader:
             self._files.setdefault(name, _File(label))
 
     def poll(self, *, last: bool = False) -> list[Line]:
-        """Return what was written since the last poll, in whole lines.
+        """Return what was written since the last poll, in whole lines; `last`: unfinished ones too.
 
-        Files come in the order in which they were last written, each in one piece; events stand
+        Files come in the order in which they were last written, each in one piece, with events
         between them at their times.
-
-        Args:
-            last: nothing more will be written: lines without an end are shown too.
         """
         pieces: list[tuple[float, list[Line]]] = []
         for event in self._record.poll():
@@ -173,7 +167,7 @@ class LogReader:
             found.append(Line(file.label, text, own or arrived or file.t_unix))
         wanted, latest = [], t_unix
         for line, own in zip(reversed(found), reversed(owns), strict=True):
-            latest = own or latest  # what stands before a line was written before it
+            latest = own or latest  # earlier lines were written before
             if self._only.wants(line, latest):
                 wanted.append(line)
         return wanted[::-1]
@@ -253,7 +247,7 @@ def _read(path: str, file: _File, *, last: bool) -> tuple[float, list[str]]:
     try:
         with open_regular(Path(path)) as opened:
             info = os.fstat(opened.fileno())
-            if info.st_size < file.offset:  # it was cut, or begun anew
+            if info.st_size < file.offset:  # it was cut, or begun again
                 file.offset, file.rest = 0, b""
             opened.seek(file.offset)
             data = b"".join(iter(lambda: opened.read(_CHUNK_BYTES), b""))

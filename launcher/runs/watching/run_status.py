@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -46,10 +47,10 @@ class RunStatus:
     platform: JobStatus
     """What the platform says of its job."""
     training: TrainingStatus | None
-    """What its record says; None: it cannot be read; `problem` says why."""
+    """What its record says; None: it cannot be read, as `problem` says."""
     problem: str = ""
     disks: tuple[DiskSpace, ...] = ()
-    """What is left on the disks that a running job writes to, where this machine sees them."""
+    """Of a running job, where this machine sees its disks."""
 
     def findings(self, now_unix: float) -> list[Finding]:
         """Return what is wrong with it while it runs, the gravest first."""
@@ -94,26 +95,16 @@ class RunStatus:
         }
 
 
-def make_backends(names: Iterable[str]) -> dict[str, Backend]:
-    """Return the backends of the targets `names`.
-
-    Raises:
-        UserError: HF206 there is no such target.
-    """
-    return {name: target_named(name).load_backend() for name in dict.fromkeys(names)}
-
-
 def target_of(run: StoredRun) -> str:
-    """Return the platform of `run`; what was never submitted runs here."""
+    """Return the platform of `run`; a run that was never submitted runs here."""
     return run.submission.target if run.submission else "local"
 
 
 def run_statuses(runs: Sequence[StoredRun], backends: Backends | None = None) -> list[RunStatus]:
     """Return the status of `runs`; each platform is asked once for all of its runs.
 
-    A platform that is away or not installed, and a run that cannot be read, are reported and
-    not raised: the others must show. Files are fetched first, where that is needed: of one run
-    always, of many only of those that run now.
+    A platform that is away and a run that cannot be read are reported, not raised: the others must
+    show. Files of one run are fetched first, of many runs only where the job runs now.
     """
     jobs = [(run, target_of(run), current_job(run)) for run in runs]
     answers: dict[tuple[str, JobRef], JobStatus] = {}
@@ -136,7 +127,7 @@ def _ask(
 ) -> Mapping[JobRef, JobStatus]:
     try:
         if target not in backends:
-            backends |= make_backends([target])
+            backends[target] = target_named(target).load_backend()
         return backends[target].status(jobs)
     except HoldfastError as error:
         said = error.message if isinstance(error, UserError) else str(error)
@@ -155,14 +146,9 @@ def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, o
 def run_status(
     run: StoredRun, target: str, job: JobRef, platform: JobStatus, trouble: str = ""
 ) -> RunStatus:
-    """Return the status of `run`, by its platform's answer and what it has written itself.
+    """Return the status of `run` by its platform's answer about `job` and its own record.
 
-    Args:
-        run: which.
-        target: its platform.
-        job: what was asked about.
-        platform: the answer.
-        trouble: why its files are not the newest; empty: they are.
+    `trouble` is why its files are not the newest.
     """
     training: TrainingStatus | None = None
     try:
@@ -187,10 +173,9 @@ def run_status(
 
 
 def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
-    """Return where a run stands that no launcher has started, as a wrapped job's.
+    """Return the status of a run that was submitted by hand, as wrapped jobs are.
 
-    No platform is asked about it. Its record says that it runs, unless that has been silent for
-    longer than a job's that runs, or says how it ended.
+    No platform is asked. The run goes on unless its record has an end or has been silent too long.
     """
     if training.last_unix is None:
         return platform
@@ -215,15 +200,12 @@ def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
 
 def _disks(folders: Iterable[str]) -> Iterator[DiskSpace]:
     for folder in folders:
-        try:
+        with suppress(OSError):  # it is not made yet, or not seen from here
             found = os.statvfs(folder)
-        except OSError:
-            continue  # not made yet, or not seen from here
-        free_bytes = found.f_bavail * found.f_frsize
-        # File systems without a fixed number of inodes say 0 of 0.
-        yield DiskSpace(
-            path=folder, free_bytes=free_bytes, has_files=bool(found.f_favail or not found.f_files)
-        )
+            free_bytes = found.f_bavail * found.f_frsize
+            # File systems without a fixed number of inodes say 0 of 0.
+            has_files = bool(found.f_favail or not found.f_files)
+            yield DiskSpace(path=folder, free_bytes=free_bytes, has_files=has_files)
 
 
 def headline(status: RunStatus, now_unix: float) -> str:

@@ -1,13 +1,18 @@
-"""Draws one screen of `holdfast watch`: texts of rich, from what is known. Pure."""
+"""How a run's progress looks: lines for a pipe, a block or a whole screen for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Final
+from typing import IO, Final, Self
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.plan.layout import layout_label
@@ -36,7 +41,7 @@ class Known:
     status: TrainingStatus
     picture: Picture
     events: Sequence[str] = ()
-    """The newest lines about events, the newest last."""
+    """Newest last."""
     platform: str = ""
     """What the platform says of the job."""
     warnings: Sequence[str] = ()
@@ -157,7 +162,9 @@ def _failures(known: Known, width: int, room: int) -> list[Text]:
         return [Text("no failure in the part of the record that was read", "dim")]
     lines: list[Text] = []
     for failure in reversed(found):
-        lines += [*_failure_lines([failure], known.now_unix, most=1), _phases(failure)]
+        lines += _failure_lines([failure], known.now_unix, most=1)
+        phases = "  ".join(f"{phase} {s:.2f}" for phase, s in failure.phases.items())
+        lines.append(Text(f"    {phases or failure.detail}", "dim"))
         if len(lines) >= room:
             break
     return lines
@@ -226,7 +233,10 @@ def _curve(loss: Sequence[tuple[int, float]], width: int, height: int) -> list[T
     if len(loss) < 2:
         return [Text("loss: too few steps to draw", "dim")]
     columns = max(1, min(width - 10, len(loss)))
-    values = list(_means([value for _, value in loss], columns))
+    parts = [
+        loss[i * len(loss) // columns : (i + 1) * len(loss) // columns] for i in range(columns)
+    ]
+    values = [sum(value for _, value in part) / len(part) for part in parts]
     low, high = min(values), max(values)
     levels = height * len(_BARS)
     scaled = [
@@ -243,12 +253,6 @@ def _curve(loss: Sequence[tuple[int, float]], width: int, height: int) -> list[T
     between = max(1, columns - len(first) - len(last))
     lines.append(Text(" " * 10 + first + " " * between + last, "dim"))
     return lines
-
-
-def _means(values: Sequence[float], number: int) -> Iterable[float]:
-    for index in range(number):
-        part = values[index * len(values) // number : (index + 1) * len(values) // number]
-        yield sum(part) / len(part)
 
 
 def _causes(picture: Picture, width: int) -> list[Text]:
@@ -287,6 +291,112 @@ def _failure_lines(found: Sequence[RunFailure], now_unix: float, *, most: int) -
     return lines
 
 
-def _phases(failure: RunFailure) -> Text:
-    parts = [f"{phase} {seconds:.2f}" for phase, seconds in failure.phases.items()]
-    return Text("    " + ("  ".join(parts) if parts else failure.detail), "dim")
+class View:
+    """Where progress is drawn; this one draws nothing. Use it as a context."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Draw for the last time."""
+
+    def update(self, status: TrainingStatus, lines: list[str]) -> None:
+        """Draw the newest state and the new event lines."""
+
+    def note(self, text: str) -> None:
+        """Show a line of the launcher's own."""
+
+
+class PlainView(View):
+    """One line for every notable event, and one a second while steps continue."""
+
+    def __init__(
+        self, out: IO[str], *, every_s: float = 1.0, mono: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out, self._every_s, self._mono = out, every_s, mono
+        self._next = 0.0
+        self._shown = ""
+
+    def update(self, status: TrainingStatus, lines: list[str]) -> None:
+        """Write what is new."""
+        for line in lines:
+            self.note(line)
+        text = plain_line(status)
+        if self._mono() >= self._next and text != self._shown:
+            self.note(text)
+            self._shown, self._next = text, self._mono() + self._every_s
+
+    def note(self, text: str) -> None:
+        """Write one line."""
+        self._out.write(text + "\n")
+        self._out.flush()
+
+
+def plain_line(status: TrainingStatus) -> str:
+    """Return the state in one line."""
+    parts = [status.step_text, status.state_text, *status.rate_texts]
+    if status.layout:
+        parts.append(layout_label(status.layout))
+    parts.append(f"{len(status.up)}/{counted(status.num_nodes, 'node')} up")
+    if status.restarts:
+        parts.append(counted(status.restarts, "restart"))
+    return " · ".join(parts)
+
+
+class LiveView(View):
+    """A block that is redrawn in place on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, status: TrainingStatus, lines: list[str]) -> None:  # noqa: ARG002  in `recent`
+        """Redraw."""
+        self._live.update(render_block(status))
+
+    def note(self, text: str) -> None:
+        """Print one line above the block."""
+        self._live.console.print(Text(text))
+
+
+def render_block(status: TrainingStatus) -> Group:
+    """Return what LiveView draws."""
+    colour = _STATE_COLOURS.get(status.state, "cyan")
+    head = Text.assemble((status.name, "bold"), "  ", (status.state, colour))
+    if status.parked:
+        head.append(status.state_text.removeprefix("parked") + "; waiting", "red")
+    bar = Table.grid(padding=(0, 1))
+    total = max(status.total_steps or 0, 1)
+    bar.add_row(status.step_text, ProgressBar(total=total, completed=status.step, width=40))
+    facts = Table.grid(padding=(0, 2))
+    rate = status.tokens_per_s
+    cells = {
+        "loss": Text("-" if status.loss is None else f"{status.loss:.4f}"),
+        "tokens/s": Text("-" if rate is None else f"{rate:,.0f}"),
+        "restarts": Text(str(status.restarts)),
+        "layout": Text(layout_label(status.layout) if status.layout else "-"),
+        "nodes up": _node_dots(status),
+        "coordinator": Text(status.coordinator or "-"),
+    }
+    row = [cell for name, value in cells.items() for cell in (Text(name, "dim"), value)]
+    facts.add_row(*row[:6])
+    facts.add_row(*row[6:])
+    recent = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in status.recent]
+    return Group(head, bar, facts, *recent)
+
+
+def _node_dots(status: TrainingStatus) -> Text:
+    """Return every node: green works, cyan waits as a spare, red is down."""
+    text = Text(f"{len(status.up)}/{status.num_nodes} ")
+    for index in range(status.num_nodes):
+        name = f"node{index}"
+        works = name in status.members and name in status.up
+        colour = "green" if works else "cyan" if name in status.up else "red"
+        text.append("●" if works else "○", colour)
+    return text

@@ -1,13 +1,14 @@
-"""Watches a submitted run until it has ended: `submit --watch` and `logs -f`."""
+"""Follows a run while it is written: until it has ended, or for `holdfast watch`'s screen."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
@@ -22,23 +23,30 @@ from launcher.platforms.base import (
     state_of,
 )
 from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.fetching import fetched
+from launcher.runs.fetching import Fetcher
 from launcher.runs.runs import StoredRun, current_job
-from launcher.runs.views import View
 from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.follow_logs import Line, LogReader
-from launcher.runs.watching.run_status import NOTHING_SAVED, run_status, target_of
+from launcher.runs.watching.run_status import (
+    NOTHING_SAVED,
+    RunStatus,
+    run_status,
+    run_statuses,
+    target_of,
+)
+from launcher.runs.watching.screen import Known, View
 from launcher.spec.errors import PlatformError
 
 _MISSING = 3
-"""So many answers in a row that there is no such job: it has gone from the platform's memory."""
+"""A platform that answers so often that it has no such job has forgotten it."""
 _MOST_FAILED_STARTS = 10
-"""A job that the platform starts again without limit is cancelled when so many containers in a row
-could not be started on each of its nodes, and none ran."""
+"""A job that is started again without limit is cancelled after so many failed containers in a row
+on each node."""
 _CHANGED_S = 1.0
-"""A platform that says that something has changed is asked after this, not more often."""
+"""Least time between questions to a platform that tells of changes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,12 +54,10 @@ class Watch:
     """Asks the platform now and then, and looks at files more often.
 
     Args:
-        run: which run.
-        backend: its platform's.
         say: shows what the platform does with the job, a line each.
-        ask_s: between two questions to the platform; controllers serve many users.
-        look_s: between two looks at the files.
-        fetch_s: between two times that files are fetched, where storage is not shared.
+        ask_s: between questions to the platform; controllers serve many users.
+        look_s: between looks at the files.
+        fetch_s: between fetches of files, where storage is not shared.
     """
 
     run: StoredRun
@@ -60,14 +66,14 @@ class Watch:
     ask_s: float = 10.0
     look_s: float = 0.5
     fetch_s: float = 3.0
-    sleep: Callable[[float], None] = time.sleep
-    mono: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
     _shown: str = ""
-    _trouble: str = ""
+    _fetcher: Fetcher = field(init=False)
     _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
     _failed_starts: set[tuple[str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._fetcher = Fetcher(self.backend, self.say)
 
     def logs(self, reader: LogReader) -> Iterator[list[Line]]:
         """Yield what is logged until the job has ended, over all its requeues."""
@@ -92,9 +98,9 @@ class Watch:
         Raises:
             TimeoutError: it has not within so many seconds.
         """
-        begun = self.mono()
+        begun = time.monotonic()
         for last in self._looks():
-            if not last and timeout_s is not None and self.mono() - begun >= timeout_s:
+            if not last and timeout_s is not None and time.monotonic() - begun >= timeout_s:
                 raise TimeoutError(f"{self.run.path} has not ended within {timeout_s:g} s")
 
     def _looks(self) -> Iterator[bool]:
@@ -111,11 +117,11 @@ class Watch:
                     yield True
                     self._say_end(status)
                     return
-                now = self.mono()
-                while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
+                now = time.monotonic()
+                while time.monotonic() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
                     self._fetch()
                     yield False
-                    self.sleep(self.look_s)
+                    time.sleep(self.look_s)
 
     def _end_if_none_starts(self, status: JobStatus) -> None:
         """Cancel a job whose containers never start, which the platform would try for ever.
@@ -137,7 +143,7 @@ class Watch:
             f"({status.reason}); the job was cancelled"
         )
         self.backend.cancel(current_job(self.run))
-        LauncherLog(self.run.path, f"watch-{int(self.wall())}", wall=self.wall).emit(
+        LauncherLog(self.run.path, f"watch-{int(time.time())}").emit(
             "run.ended", code=EXIT_DO_NOT_RESTART, reason=reason
         )
         self.say(reason)
@@ -149,33 +155,28 @@ class Watch:
         return nullcontext(threading.Event())
 
     def _fetch(self, *, now: bool = False) -> None:
-        """Bring what is new, where it has to be brought; say what keeps it from coming, once."""
-        if not now and self.mono() < self._fetch_due:
+        if not now and time.monotonic() < self._fetch_due:
             return
-        trouble = fetched(self.backend, current_job(self.run))
-        self._fetch_due = self.mono() + self.fetch_s
-        if trouble != self._trouble:
-            self._trouble = trouble
-            if trouble:
-                self.say(trouble)
+        self._fetcher.fetch(current_job(self.run))
+        self._fetch_due = time.monotonic() + self.fetch_s
 
     def _ask(self) -> JobStatus:
-        """Ask the platform; say what is new. One that is away is no end."""
+        """Ask the platform; say what is new."""
         job = current_job(self.run)
         try:
             status = self.backend.status([job])[job]
         except PlatformError as error:
             status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
-        # Of a job that is gone the run may know more, once all of it is here.
+        # When the job is gone, the run may know more, once all of it is here.
         if not (status.state.is_final and status.reason == NO_SUCH_JOB):
             self._tell(status)
         self._warn(job, status)
         return status
 
     def _warn(self, job: JobRef, status: JobStatus) -> None:
-        """Say what is wrong with a job that runs, where that is new."""
-        run = run_status(self.run, target_of(self.run), job, status, self._trouble)
-        found = run.findings(self.wall())
+        """Say what is newly wrong with a job that runs."""
+        run = run_status(self.run, target_of(self.run), job, status, self._fetcher.trouble)
+        found = run.findings(time.time())
         for finding in found:
             # What keeps files from coming is said when they are fetched.
             if finding.kind not in {*self._wrong, FindingKind.RECORD_AWAY}:
@@ -184,16 +185,19 @@ class Watch:
 
     def _tell(self, status: JobStatus) -> None:
         """Say where the job stands, where that is new."""
-        text = self._text(status)
+        said = status.words or status.reason
+        text = f"{status.state}: {said}" if said else str(status.state)
+        if status.state is JobState.PENDING and status.expected_start is not None:
+            start = time.localtime(status.expected_start)
+            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
+        if status.state is JobState.RUNNING and status.nodes:
+            text += f" on {counted(len(status.nodes), 'node')}"
         if text != self._shown:
             self._shown = text
             self.say(text)
 
     def _say_end(self, status: JobStatus) -> None:
-        """Say the end of a job; of one that is forgotten, as the run tells it.
-
-        Not sooner: a job that is put back into the queue has an attempt that ended, too.
-        """
+        """Say how the job ended; if it is forgotten, by the run's record."""
         training = run_dirs.read_training(self.run.path)
         if status.reason == NO_SUCH_JOB and (code := training.code) is not None:
             words = EXIT_TEXTS.get(code, "")
@@ -202,14 +206,100 @@ class Watch:
             status = replace(status, state=JobState.STOPPED, words=NOTHING_SAVED)
         self._tell(status)
 
-    def _text(self, status: JobStatus) -> str:
-        parts = [str(status.state)]
-        if status.words or status.reason:
-            parts.append(status.words or status.reason)
-        text = ": ".join(parts)
-        if status.state is JobState.PENDING and status.expected_start is not None:
-            start = time.localtime(status.expected_start)
-            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
-        if status.state is JobState.RUNNING and status.nodes:
-            text += f" on {counted(len(status.nodes), 'node')}"
-        return text
+
+_KEPT_LINES: Final = 500
+_LOOK_S: Final = 0.5
+_LOOK_SHARE: Final = 0.1
+"""Looks take no more than this part of the time."""
+_PICTURE_S: Final = 2.0
+_PICTURE_SHARE: Final = 0.2
+"""Pictures take no more than this part of the time."""
+
+
+class Following:
+    """What is known of a run, brought up to date by `look`.
+
+    Raises:
+        UserError: HF613 it cannot be read.
+    """
+
+    def __init__(self, run: StoredRun) -> None:
+        self.run = run
+        self.status = TrainingStatus(run_dirs.load(run.path))
+        self.answer: RunStatus | None = None
+        """The platform's newest answer; None: it has not answered yet."""
+        self._record = RunRecord(run.path, newest=True)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._picture, self._picture_due = Picture(), float("-inf")
+        self._stale = True
+        self.rest_s = _LOOK_S
+
+    def look(self) -> list[str]:
+        """Read what is new; return the lines about it.
+
+        Raises:
+            UserError: HF613 the record cannot be read.
+        """
+        begun = time.monotonic()
+        fresh = self._record.poll()
+        # Thousands of files on a file server that others use are not looked at all the time.
+        self.rest_s = max(_LOOK_S, (time.monotonic() - begun) / _LOOK_SHARE)
+        lines = self.status.apply(fresh)
+        self._lines.extend(lines)
+        self._stale = self._stale or bool(fresh)
+        now = time.monotonic()
+        if self._stale and now >= self._picture_due:
+            gpus = self.status.config.gpus_per_node
+            self._picture = picture(self._record.events, self.status, gpus_per_node=gpus)
+            took = time.monotonic() - now
+            self._picture_due = now + max(_PICTURE_S, took / _PICTURE_SHARE)
+            self._stale = False
+        return lines
+
+    @property
+    def known(self) -> Known:
+        """What a screen is drawn from."""
+        answer, now = self.answer, time.time()
+        warnings = [] if answer is None else [str(each) for each in answer.findings(now)]
+        platform = ""
+        if answer is not None and answer.job.id:
+            platform = f"{answer.target} job {answer.job.id}: {answer.state}"
+        return Known(
+            status=self.status,
+            picture=self._picture,
+            events=tuple(self._lines),
+            platform=platform,
+            warnings=warnings,
+            now_unix=now,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended, by its platform's word."""
+        return self.answer is not None and self.answer.state.is_final
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "run": str(self.run.path),
+            "state": None if self.answer is None else str(self.answer.state),
+            "training": self.status.to_json(),
+            **self._picture.to_json(),
+        }
+
+    @contextmanager
+    def asking(self, every_s: float) -> Iterator[None]:
+        """Ask the platform meanwhile, in a thread: an answer may take long."""
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                [self.answer] = run_statuses([self.run])
+                stop.wait(every_s)
+
+        thread = threading.Thread(target=ask, name="platform", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()

@@ -18,7 +18,7 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
 from elastic_trainer.state.manifest import Manifest, with_commit
 from elastic_trainer.state.storage import CheckpointStorage
-from launcher.cli.checkpoint import _lines
+from launcher.cli.checkpoint import _lines, missing_tokenizer, run_converter
 from launcher.cli.main import run_cli
 from launcher.plan.search import plan
 from launcher.render.local import to_train_config
@@ -28,7 +28,6 @@ from launcher.runs.checkpoints.commits import (
     RunCheckpoints,
     refuse_foreign,
 )
-from launcher.runs.checkpoints.convert import missing_tokenizer, run_converter
 from launcher.spec.errors import PermanentError, UserError
 from launcher.spec.reading import parse_spec
 

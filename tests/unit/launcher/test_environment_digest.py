@@ -93,7 +93,7 @@ def test_changes_are_named(venv):
     now = describe(venv=venv, image=None)
     assert now.digest != before.digest
     assert changes(before, now) == [
-        "my-pkg 1.0 was built or installed anew",
+        "my-pkg 1.0 was built or installed again",
         "new none -> 3",
         "torch 2.13.0 -> 2.13.1",
     ]

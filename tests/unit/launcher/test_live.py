@@ -8,7 +8,7 @@ from conftest import JOB
 from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.megatron import read_megatron
 from launcher.cli.main import run_cli
-from launcher.runs.live import live_problems
+from launcher.runs.submitting.asking import live_problems
 
 
 @pytest.fixture

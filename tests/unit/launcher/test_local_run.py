@@ -11,7 +11,7 @@ from launcher.local.faults import Chaos, parse_faults
 from launcher.local.run import Interrupts, LocalRun
 from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
-from launcher.runs.views import PlainView
+from launcher.runs.watching.screen import PlainView
 
 NODES = ["node0", "node1", "node2"]
 

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from elastic_trainer.record.events import Event
+from launcher.cli import notify as notifying
 from launcher.cli.main import cli
+from launcher.cli.notify import RunFollower, Webhook
 from launcher.record.notices import KINDS, Notice, Notices
-from launcher.runs.reports import notifying
-from launcher.runs.reports.notifying import RunFollower, Webhook
 from launcher.spec.errors import UserError
 
 

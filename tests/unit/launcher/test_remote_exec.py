@@ -22,10 +22,10 @@ from launcher.runs.watching.remote_exec import (
     StepStart,
     read_script,
     step,
+    take_stacks,
     worker_of,
     workers_of,
 )
-from launcher.runs.watching.stacks import take_stacks
 from launcher.spec.errors import PermanentError, UserError
 
 

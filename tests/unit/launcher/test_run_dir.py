@@ -19,6 +19,7 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from launcher.render.local import HEAD
 from launcher.runs import run_dir as run_dirs
+from launcher.runs.checkpoints.commits import check_checkpoint_dir
 from launcher.spec.errors import UserError
 
 
@@ -96,12 +97,12 @@ def test_a_run_directory_that_cannot_be_made(tmp_path):
 
 
 def test_a_checkpoint_dir_that_cannot_be_written(tmp_path, config):
-    run_dirs.check_checkpoint_dir(config)
+    check_checkpoint_dir(config)
     assert list((tmp_path / "checkpoints").iterdir()) == []  # the probe is gone
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match=r"HF204 checkpoint.dir: .*checkpoints cannot be written"):
-        run_dirs.check_checkpoint_dir(config)
+        check_checkpoint_dir(config)
 
 
 @pytest.mark.parametrize("text", [None, "{", "{}", '{"version": 99}', '{"version": 1}'])
@@ -113,9 +114,9 @@ def test_what_is_no_run_is_said(tmp_path, text):
 
 
 def test_a_second_live_job_is_refused_and_named(tmp_path):
-    with run_dirs.LiveMark(tmp_path, "local-1"):
+    with run_dirs.live_mark(tmp_path, "local-1"):
         with pytest.raises(UserError, match=f"HF615.*local-1 .process {os.getpid()}"):
-            run_dirs.LiveMark(tmp_path, "local-2").__enter__()
+            run_dirs.live_mark(tmp_path, "local-2").__enter__()
         with pytest.raises(UserError, match="HF615"):
             run_dirs.refuse_if_live(tmp_path)
     run_dirs.refuse_if_live(tmp_path)
@@ -124,13 +125,13 @@ def test_a_second_live_job_is_refused_and_named(tmp_path):
 
 def test_the_mark_of_a_killed_launcher_is_taken_over(tmp_path):
     script = (
-        "import os, sys; from pathlib import Path; from launcher.runs.run_dir import LiveMark;"
-        "LiveMark(Path(sys.argv[1]), 'old').__enter__(); os.kill(os.getpid(), 9)"
+        "import os, sys; from pathlib import Path; from launcher.runs.run_dir import live_mark;"
+        "mark = live_mark(Path(sys.argv[1]), 'old'); mark.__enter__(); os.kill(os.getpid(), 9)"
     )
     root = run_dirs.__file__.rsplit("/launcher/", 1)[0]
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=root, check=False)
     assert json.loads((tmp_path / "launcher.json").read_text())["job"] == "old"
-    with run_dirs.LiveMark(tmp_path, "new"):
+    with run_dirs.live_mark(tmp_path, "new"):
         assert json.loads((tmp_path / "launcher.json").read_text())["job"] == "new"
 
 

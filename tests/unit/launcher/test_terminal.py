@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli import main as main_module
-from launcher.cli.terminal import VisibleStream, direct, for_programs, visible
+from launcher.cli.terminal import VisibleStream, direct, for_programs, print_table, visible
 
 
 class Terminal(io.StringIO):
@@ -77,3 +77,9 @@ def test_a_stream_that_the_caller_has_closed(stream, monkeypatch):
         main_module.main()
     direct(getattr(sys, stream)).close()
     assert ended.value.code == 2
+
+
+def test_a_table_shows_names_with_brackets_as_they_are(capsys):
+    print_table(("run", "step"), [("a[red]b[/]", "12")], numbers=("step",))
+    *_, row = capsys.readouterr().out.rstrip().splitlines()
+    assert row.split() == ["a[red]b[/]", "12"]

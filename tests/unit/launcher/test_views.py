@@ -14,7 +14,7 @@ from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
 from launcher.record.status import TrainingStatus
-from launcher.runs.views import PlainView, plain_line, render_block
+from launcher.runs.watching.screen import PlainView, plain_line, render_block
 
 
 def shown(events, config=None):

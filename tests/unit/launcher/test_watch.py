@@ -23,8 +23,8 @@ from launcher.record.picture import NodeState, picture
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 from launcher.runs.runs import find_run
-from launcher.runs.watching.following import Following
 from launcher.runs.watching.screen import Known, Page, screen
+from launcher.runs.watching.watch import Following
 
 NODES = [f"node{i}" for i in range(4)]
 

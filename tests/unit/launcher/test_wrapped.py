@@ -67,7 +67,7 @@ SRUN = ("srun", "--cpus-per-task=8", "torchrun", "--nnodes=4", "--nproc-per-node
 )
 def test_arguments_are_what_torchrun_makes_of_them(words, monkeypatch):
     taken = []
-    monkeypatch.setattr("launcher.cli.batch._agents", lambda argv, *_: taken.append(argv) or "")
+    monkeypatch.setattr("launcher.cli.scripts._agents", lambda argv, *_: taken.append(argv) or "")
     for first in (["batch", "--"], ["batch"], ["batch", "--no-requeue", "--signal=USR1@600", "--"]):
         assert run_cli([*first, *SRUN, *words]) == 0
     assert taken == [(*SRUN, *words)] * 3

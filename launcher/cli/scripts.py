@@ -1,0 +1,281 @@
+"""`holdfast agent`, `wrap` and `batch`: scripts for torchrun, and what runs them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
+from launcher.cli.common import (
+    EXIT_DONE,
+    AsGiven,
+    exit_with_problems,
+    json_option,
+    path_option,
+    print_json,
+)
+from launcher.platforms.installed import need
+from launcher.spec.errors import UserError, Where, writing
+
+if TYPE_CHECKING:
+    from launcher.wrap.wrapped_ending import Ending
+
+
+@click.command(cls=AsGiven, add_help_option=False, options_metavar="[FLAGS]")
+@click.argument("arguments", nargs=-1, metavar="SCRIPT [ARGS]...")
+def agent(arguments: tuple[str, ...]) -> None:
+    """Run this node's part of any torchrun script: join, start workers, live through failures.
+
+    Flags are torchrun's, with the same meaning; `holdfast agent --help` lists them. On one
+    machine: `holdfast agent --standalone --nproc-per-node 2 train.py`. On several, the same
+    command on each: `holdfast agent --nnodes 2:4 --rdzv-id 7 --rdzv-endpoint DIR train.py`,
+    where DIR is on storage that all of them share.
+
+    See docs/scripts.md.
+    """
+    need("holdfast agent", "torch", extra="train")
+    sys.stdout.flush()
+    # -P: no module of the working directory shadows a library; scripts find theirs all the same.
+    command = [sys.executable, "-P", "-u", "-m", "elastic_trainer.agent", *arguments]
+    os.execv(sys.executable, command)  # noqa: S606  an argument list, no shell
+
+
+WRAP_EPILOG = """\b
+Examples:
+  holdfast wrap train.sbatch                    # show what would change
+  holdfast wrap train.sbatch -o train.hf.sbatch && sbatch train.hf.sbatch
+  holdfast wrap job.yaml -o job.hf.yaml && kubectl create -f job.hf.yaml
+"""
+
+
+@click.command("wrap", epilog=WRAP_EPILOG)
+@click.argument("file", type=click.Path(path_type=Path))
+@path_option("-o", "--output", metavar="FILE", help="Write what is wrapped; else show the diff.")
+@click.option(
+    "--runs",
+    metavar="DIR",
+    help="Of a PyTorchJob: folder for its run directory, on a volume that all its pods share.  "
+    "[default: runs on the only such volume]",
+)
+@json_option
+def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) -> None:
+    """Wrap FILE, so that its job survives lost nodes.
+
+    FILE is a batch script with `srun torchrun …`, or a manifest with one PyTorchJob whose pods run
+    torchrun. All that does not have to change stays: options, modules, environment, volumes,
+    comments. The job then has a run directory, runs/<name>-<job id> or DIR/<name>. On Slurm
+    `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
+    when too few nodes are left. See docs/scripts.md.
+    """
+    from launcher.wrap.interpreter import agents_python
+    from launcher.wrap.wrapped import wrap_script
+    from launcher.wrap.wrapped_manifest import is_manifest, wrap_manifest
+
+    notes: list[str] = []
+    secrets: tuple[str, ...] = ()
+    text = _text(file)
+    if is_manifest(text):
+        made = wrap_manifest(text, str(file), runs=runs)
+        wrapped, secrets = made.text, made.secrets
+        images = " and ".join(made.images)
+        notes = [
+            f"{images} must contain holdfast, in the environment that has torch",
+            f"the run's directory is {made.run_dir}, as the pods see it",
+            *(
+                f"{name} is an init container with restartPolicy: Always now, which Kubernetes "
+                "has since 1.29: in containers it would keep an ended pod from being replaced"
+                for name in made.sidecars
+            ),
+        ]
+        if made.backoff_limit is not None:
+            notes.append(
+                f"backoffLimit: {made.backoff_limit} no longer ends the job: with "
+                "restartPolicy: ExitCode the agents' restart budget does, and nothing where no "
+                "agent can start"
+            )
+    else:
+        script = wrap_script(text)
+        wrapped, notes = script.text, list(script.notes)
+        if "/" in (script.torchrun or ""):  # else only the job's PATH says which it is
+            agents_python(str(script.torchrun))
+    if output is not None:
+        with writing(output, "choose another"):
+            _write(output, wrapped, like=file)
+    if as_json:
+        written = str(output) if output else None
+        print_json({"ok": True, "script": wrapped, "written": written, "notes": notes})
+        return
+    if output is not None:
+        click.echo(output)
+    else:
+        before, after = text.splitlines(), wrapped.splitlines()
+        for line in difflib.unified_diff(before, after, str(file), "wrapped", lineterm="", n=1):
+            colour = {"+": "green", "-": "red"}.get(line[:1])
+            click.echo(click.style(_shown(line, secrets), fg=colour))
+    for note in notes:
+        click.echo(f"holdfast: {note}", err=True)
+
+
+def _shown(line: str, secrets: tuple[str, ...]) -> str:
+    """Return a line of what the user wrote without the secrets in it."""
+    from launcher.spec.secret_forms import MASK, masked
+
+    for secret in secrets:
+        line = line.replace(secret, MASK)
+    return masked(line)
+
+
+def _write(path: Path, text: str, *, like: Path) -> None:
+    """Write a file with the rights of `like`: both may hold a secret."""
+    from elastic_trainer.storage.files import beside, check_output, write_new
+
+    check_output(path)
+    with beside(path) as temp:
+        write_new(temp, b"")
+        temp.chmod(like.stat().st_mode & 0o777)
+        temp.write_text(text, encoding="utf-8")
+        temp.replace(path)
+
+
+def _text(path: Path) -> str:
+    from launcher.spec.reading import job_text
+    from launcher.spec.source import MAX_BYTES
+
+    try:
+        text = job_text(path).replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        message = f"cannot be read: {reason}; check the path"
+        raise UserError("HF001", message, where=Where(str(path))) from error
+    if len(text) > MAX_BYTES:
+        message = f"longer than {MAX_BYTES:,} characters: neither a batch script nor a PyTorchJob"
+        raise UserError("HF002", message, where=Where(str(path)))
+    return text
+
+
+@click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
+@click.option("--signal", "signalled_by", default="", help="As sbatch has it: USR1@600.")
+@click.option("--no-requeue", is_flag=True, help="The job is not put back into the queue.")
+@click.argument("argv", nargs=-1, metavar="[srun [OPTIONS]] torchrun …")
+def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
+    """Make the run directory of this job, and print the file that the batch script reads.
+
+    In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
+    it.
+    """
+    from launcher.wrap.wrapped import is_pod
+    from launcher.wrap.wrapped_ending import signalled
+
+    argv, env = argv[argv[:1] == ("--",) :], os.environ
+    try:
+        if is_pod(env):
+            _pod(argv, env)
+        else:
+            click.echo(_agents(argv, env, signalled(signalled_by, requeue=not no_requeue)))
+    except UserError as error:
+        code = exit_with_problems(error, as_json=False)
+        return code if is_pod(env) else EXIT_DO_NOT_RESTART
+    return EXIT_DONE
+
+
+def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Path:
+    """Make the run directory; return the file that starts its agents."""
+    from elastic_trainer.storage.files import write_atomic
+    from launcher.node.attempt import Attempt
+    from launcher.plan.search import plan
+    from launcher.platforms.slurm.parse import expand_nodes
+    from launcher.render.local import render_local
+    from launcher.runs import run_dir as run_dirs
+    from launcher.runs.runs import is_run
+    from launcher.spec.reading import load_spec
+    from launcher.wrap.interpreter import agents_python
+    from launcher.wrap.wrapped import job_of, launch_of, script_of
+
+    launch = launch_of(argv, env)
+    spec = load_spec(job_of(launch, env, ending))
+    planned = plan(spec)
+    number = Attempt.of_env(Path(), env).slurm_id
+    run_dir = Path("runs", f"{spec.name}-{number}").absolute()
+    of_job = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    hosts = launch.options.hosts(of_job, expand_nodes)
+    contained = launch.options.in_container
+    python = sys.executable if contained else agents_python(launch.torchrun)
+    script = script_of(
+        *(spec, planned, launch, ending),
+        run_dir=run_dir,
+        python=python,
+        hosts=() if len(hosts) == len(of_job) else hosts,
+    )
+    if not is_run(run_dir):
+        files = render_local(
+            spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
+        )
+        run_dirs.create(run_dir, files)
+        run_dirs.check_storage(run_dir)
+    with writing(run_dir):
+        write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
+    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
+    if wish_s is not None and wish_s > grace_s:
+        lead_s = math.ceil(wish_s) + ending.lead_s - int(grace_s)
+        enough = f"write #SBATCH --signal=TERM@{lead_s} and wrap the script again"
+        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; {enough}",))
+    _tell(launch.notes)
+    return run_dir / run_dirs.AGENTS_SCRIPT
+
+
+def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
+    """Become the main process of a pod."""
+    from launcher.node.pod import PodEnv
+    from launcher.plan.search import plan
+    from launcher.render.local import render_local
+    from launcher.spec.reading import load_spec
+    from launcher.wrap.wrapped import job_of, launch_of
+
+    PodEnv.of(env)
+    launch = launch_of(argv, env)
+    spec = load_spec(job_of(launch, env))
+    run_dir = Path(env["HOLDFAST_RUNS"], env["HOLDFAST_JOB"])
+    files = render_local(
+        spec, plan(spec), run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
+    )
+    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
+    if wish_s is not None and wish_s > grace_s:
+        more = f"terminationGracePeriodSeconds and HOLDFAST_SHUTDOWN_S by {wish_s - grace_s:g}"
+        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; raise {more}",))
+    _tell(launch.notes)
+    try:
+        _keep(run_dir, files)
+    except (OSError, ValueError) as error:
+        # The pod's main process finds the same, waits, and has the pod made again.
+        click.echo(f"holdfast: {run_dir}: {error}", err=True)
+    sys.stderr.flush()
+    words = [sys.executable, "-P", "-m", "launcher.node", "pod", str(run_dir)]
+    os.execve(sys.executable, words, dict(env))  # noqa: S606  there is no shell in between
+
+
+def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Write the job's files, but leave a running job's as they are."""
+    from elastic_trainer.storage.files import write_atomic
+    from launcher.node.board import live_lease
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = run_dir / name
+        # A job that was made again under its name may have other arguments.
+        if not path.is_file() or (
+            path.read_text(encoding="utf-8") != text
+            and live_lease(run_dir, lambda _: False) is None
+        ):
+            write_atomic(path, text)
+
+
+def _tell(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        click.echo(f"holdfast: {note}", err=True)
