@@ -134,7 +134,7 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
         OSError, ValueError: the storage or the board cannot be read or written.
     """
     from elastic_trainer.storage.files import write_atomic
-    from launcher.node.board import live_lease
+    from launcher.node.attempt import live_lease
 
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -25,8 +25,16 @@ from elastic_trainer.record.failures import (
 )
 from elastic_trainer.storage.files import read_json
 from launcher.fleet.ledger import fleet_at, place_for
-from launcher.node import board
-from launcher.node.attempt import Attempt, lineage, note, pasts, say
+from launcher.node.attempt import (
+    Attempt,
+    board_of,
+    committed_step,
+    lineage,
+    live_lease,
+    note,
+    pasts,
+    say,
+)
 from launcher.node.decide import (
     EXIT_LEFT,
     REQUEUES,
@@ -69,7 +77,7 @@ def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     # Late: pods do without it.
     from launcher.runs.submitting.environment import warn_if_changed
 
-    config, state = read_config(attempt.run_dir), board.read(attempt.run_dir)
+    config, state = read_config(attempt.run_dir), board_of(attempt.run_dir)
     decision = decide(attempt, config, state)
     if decision.code:
         return decision.code
@@ -93,7 +101,7 @@ def decide(attempt: Attempt, config: TrainConfig, state: BoardState) -> Decision
     """
     run_dir = attempt.run_dir
     jobs, step = lineage(run_dir, attempt.job_id), newest_step(run_dir, config, state)
-    lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
+    lease = live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
     decision = may_begin(
         finished=state.finished,
         stop_asked=stop_request.asked(run_dir),
@@ -142,7 +150,7 @@ def newest_step(run_dir: Path, config: TrainConfig, state: BoardState) -> int:
         OSError: the record cannot be read.
     """
     shown = None if config.command is None else script_steps.newest_step(run_dir)
-    return max(board.newest_step(state), -1 if shown is None else shown)
+    return max(committed_step(state), -1 if shown is None else shown)
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -179,7 +187,7 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Atte
             before it had started anything; None: nobody knows.
     """
     try:
-        state = board.read(attempt.run_dir)
+        state = board_of(attempt.run_dir)
     except (OSError, ValueError) as error:
         say(f"the board cannot be read ({error}); using the agents' exit codes")
         state = BoardState()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.board.state import BoardState, Ended
 from elastic_trainer.record.failures import (
@@ -20,8 +21,6 @@ from launcher.node.attempt import Past
 
 if TYPE_CHECKING:
     from elastic_trainer.plan.config import ElasticSection
-import re
-from typing import Final
 
 EXIT_LEFT = 95
 """Noted of a node whose agent has left the job, which goes on without it."""

@@ -27,10 +27,10 @@ from elastic_trainer.record.failures import (
     EXIT_TOO_FEW_NODES,
 )
 from elastic_trainer.storage.files import publish, read_json, write_atomic
-from launcher.node import board
-from launcher.node.agent import STOPS, TAKEN, AgentProcess, agent_command
-from launcher.node.attempt import Attempt, say
+from launcher.node.agent import STOPS, TAKEN, AgentProcess, Wait, agent_command, taken_signals
+from launcher.node.attempt import Attempt, await_board, board_of, live_lease, say
 from launcher.node.batch import decide, note_begin, note_end, read_config
+from launcher.node.beat import Strikes
 from launcher.node.decide import (
     AGAIN,
     AGAIN_CHARGED,
@@ -47,8 +47,6 @@ from launcher.node.decide import (
     pause_s,
     place,
 )
-from launcher.node.strikes import Strikes
-from launcher.node.taken_signals import Wait, taken_signals
 from launcher.record import stop_request
 from launcher.record.run_files import STARTS
 from launcher.spec.errors import UserError
@@ -152,9 +150,7 @@ class Pod:
         return taken
 
     def _board(self) -> BoardState:
-        return board.read_patiently(
-            self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS
-        )
+        return await_board(self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS)
 
     def _attempt(self, number: int) -> Attempt:
         return Attempt(self._run_dir, self._who.job, number)
@@ -250,7 +246,7 @@ class Pod:
         """
         found = self._count.parent.glob(f"{self._who.job}.*")
         counts = {path.name: counted(path) for path in found}
-        if not all_fail(counts, self._nodes) or board.live_lease(self._run_dir, lambda _: False):
+        if not all_fail(counts, self._nodes) or live_lease(self._run_dir, lambda _: False):
             return False
         say(
             f"HF676 all {self._nodes} pods have failed {MOST_IN_A_ROW} times in a row; fix the "
@@ -365,7 +361,7 @@ class PodEnv:
     """Who this pod is; see launcher/render/pod.py for what is set."""
 
     kind: str
-    """Of the job: one of pod_decide.KINDS."""
+    """Of the job: one of decide.KINDS."""
     job: str
     """What all generations of the submission share."""
     pod: str
@@ -511,9 +507,7 @@ class Saving:
         """Return 0: saved, or there was nothing to save; 1: not in time."""
         wait_s = self._who.save_wait_s
         end_at = self._mono() + wait_s
-        state = board.read_patiently(
-            self._run_dir, mono=self._mono, wait=self._sleep, for_s=wait_s / 2
-        )
+        state = await_board(self._run_dir, mono=self._mono, wait=self._sleep, for_s=wait_s / 2)
         self._seen = _newest(state)
         if not self._ask():
             say("preStop: no agent runs here, nothing to save")
@@ -533,7 +527,7 @@ class Saving:
         return 1
 
     def _look(self) -> str:
-        state = board.read(self._run_dir)
+        state = board_of(self._run_dir)
         newest, seen, asked_s = _newest(state), self._seen, self._mono() - self._asked_at
         ended = None if state.ended is None or state.lease is not None else state.ended.job
         over = state.finished or (ended or "").rpartition(".")[0] == self._who.job

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
-from launcher.node import board
-from launcher.node.attempt import Attempt, note, say
+from launcher.node.agent import NODES_VARIABLE, Wait, taken_signals
+from launcher.node.attempt import Attempt, board_of, committed_step, note, say
 from launcher.node.decide import a_few, began, end_of, pause_s
-from launcher.node.taken_signals import Wait, taken_signals
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.spec.errors import HoldfastError, UserError
@@ -271,7 +270,7 @@ class SlurmSteps:
     def _began(self) -> bool:
         """Return whether an agent of this attempt has got as far as the board."""
         try:
-            state = board.read(self._attempt.run_dir)
+            state = board_of(self._attempt.run_dir)
         except (OSError, ValueError):
             return True
         return began(state, self._attempt.name)
@@ -280,7 +279,7 @@ class SlurmSteps:
         if self._asked:
             return True
         try:
-            state = board.read(self._attempt.run_dir)
+            state = board_of(self._attempt.run_dir)
         except (OSError, ValueError):
             return False
         return state.finished or end_of(state, self._attempt.name) is not None
@@ -288,7 +287,7 @@ class SlurmSteps:
     def _checkpoint(self) -> str:
         """Say what a run continues from that has lost all of its agents."""
         try:
-            step = board.newest_step(board.read(self._attempt.run_dir))
+            step = committed_step(board_of(self._attempt.run_dir))
         except (OSError, ValueError) as error:
             return f"no agent is left, and the board cannot be read: {error}"
         found = "there is no checkpoint" if step < 0 else f"the newest checkpoint is step {step}"
@@ -337,8 +336,6 @@ def serve(
 # -- One srun -------------------------------------------------------------------------------------
 
 
-NODES_VARIABLE: Final = "HOLDFAST_NODES"
-"""Nodes that agents start on, as n1,n2, where these are not all of the job's."""
 TOTAL_GPUS: Final = "SLURM_GPUS"
 """sbatch --gpus: of all nodes of the job, which an srun for one node would ask for."""
 _ASKS_FOR_GPUS: Final = re.compile(r"--(gpus-per-\w+|gres|tres-per-\w+)(=.*)?")
@@ -422,27 +419,3 @@ def of_one_node(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[st
     if TOTAL_GPUS not in env or not here or any(map(_ASKS_FOR_GPUS.fullmatch, options)):
         return list(command), own
     return [command[0], f"--gpus-per-node={kind}{colon}{here}", *command[1:]], own
-
-
-def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Return the environment that one srun for all nodes would have given this one's task. Pure.
-
-    Scripts read there which node they are on, and of how many.
-
-    Args:
-        env: of the task of an srun for one node, or a few.
-        node: its node.
-        nodes: on which agents were started, in Slurm's order.
-    """
-    if node not in nodes:
-        return dict(env)
-    index, count = str(nodes.index(node)), str(len(nodes))
-    each = "1" if len(nodes) == 1 else f"1(x{count})"
-    own = {
-        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_GTIDS"), index),
-        **dict.fromkeys(("SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS"), count),
-        **dict.fromkeys(("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"), count),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
-        "SLURM_STEP_NODELIST": env.get(NODES_VARIABLE) or env.get("SLURM_JOB_NODELIST", node),
-    }
-    return {**env, **own}
