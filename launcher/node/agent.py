@@ -44,17 +44,10 @@ LEAVING_BEATS: Final = 2
 def run_agent(
     attempt: Attempt, node: str, env: Mapping[str, str], inside: Sequence[str], *, apart: bool
 ) -> int:
-    """Serve until the agent has ended, and longer if the batch host is lost.
+    """Serve until the agent has ended, or longer if the batch host is lost; return its exit code.
 
-    Args:
-        attempt: which attempt this is.
-        node: this node's name.
-        env: of this process.
-        inside: command that runs another in a container; empty: there is none.
-        apart: another step has the watchdog, for there is no scontrol in this container.
-
-    Returns:
-        The agent's exit code.
+    `inside` is the command that runs another in a container; empty: no container. `apart`: another
+    step has the watchdog, for there is no scontrol in this container.
     """
     watchdog, limit = Watchdog(attempt, node, env), save_by(env)
     shutdown = env.get("HOLDFAST_SHUTDOWN_S")
@@ -99,12 +92,8 @@ def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
 def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> dict[str, str]:
     """Return the environment that one srun for all nodes would have given this one's task. Pure.
 
-    Scripts read there which node they are on, and of how many.
-
-    Args:
-        env: of the task of an srun for one node, or a few.
-        node: its node.
-        nodes: on which agents were started, in Slurm's order.
+    Scripts read there which node they are on, and of how many. `env` is that of an srun's task for
+    one node, or a few; `nodes` are all that agents were started on, in Slurm's order.
     """
     if node not in nodes:
         return dict(env)
@@ -132,13 +121,7 @@ STAND_IN_S = 60.0
 
 
 class Watchdog:
-    """What a node does for the job when the batch host is lost.
-
-    Args:
-        attempt: which attempt this is.
-        node: this node's name.
-        env: of this process.
-    """
+    """What a node does for the job when the batch host is lost."""
 
     def __init__(self, attempt: Attempt, node: str, env: Mapping[str, str]) -> None:
         self._attempt, self._node, self._env = attempt, node, env
@@ -150,7 +133,7 @@ class Watchdog:
 
     @property
     def lost(self) -> bool:
-        """Whether the batch script's beat stands still, as far as `look` has seen."""
+        """Whether the batch script's beat has stopped, as far as `look` has seen."""
         return self._watch.lost
 
     def look(self) -> None:
@@ -164,11 +147,7 @@ class Watchdog:
             say(f"{self._node}: the batch script's beat has stopped: its host is lost")
 
     def serve(self) -> int:
-        """Watch beside the agents' step until Slurm ends the job, or this node has to.
-
-        Returns:
-            0: the job is put back or cancelled.
-        """
+        """Watch beside the agents' step until Slurm ends the job, or this node has; return 0."""
         # Slurm sends it to all steps: it asks for a save, which is the agents' to do.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         while True:
@@ -266,7 +245,8 @@ class AgentProcess:
         self._attempt, self._node, self._leaves = attempt, node, leaves
         self._shutdown_s, self._clock = shutdown_s, RunningClock()
         self._kill_at: float | None = None
-        self._left = self._job_ends = False
+        self._job_ends = self.leaving = False
+        """Whether it was asked to leave alone, and whether the job is to end."""
         self._process = subprocess.Popen(
             command,
             env=env,
@@ -288,10 +268,7 @@ class AgentProcess:
     ) -> int:
         """Serve until it has ended; return its exit code, which is noted in the attempt.
 
-        Args:
-            wait: for one of TAKEN.
-            turn_s: seconds between two looks, at most one.
-            each_turn: called that often.
+        `wait` waits for one of TAKEN; `each_turn` is called every `turn_s` seconds, at most one.
         """
         while not reap(self._process):
             taken = wait(turn_s)
@@ -310,7 +287,7 @@ class AgentProcess:
                 self._kill(wait)
             each_turn()
         code = self._process.returncode if self._process.returncode >= 0 else EXIT_FAILED
-        alone = self._left and not self._job_ends and code == EXIT_SAVED
+        alone = self.leaving and not self._job_ends and code == EXIT_SAVED
         with contextlib.suppress(OSError):
             self._attempt.note_exit(self._node, EXIT_LEFT if alone else code)
         return code
@@ -325,14 +302,9 @@ class AgentProcess:
     def leave(self, why: str, number: signal.Signals = LEAVE) -> None:
         """Ask the agent by this signal to leave the job, which goes on without this node."""
         say(f"{self._node}: {why}: it leaves the job")
-        self._left = True
+        self.leaving = True
         self._process.send_signal(number)
         self._set_clock()
-
-    @property
-    def leaving(self) -> bool:
-        """Whether it was asked to leave alone."""
-        return self._left
 
     def _set_clock(self) -> None:
         if self._kill_at is None and self._shutdown_s is not None:
@@ -340,7 +312,7 @@ class AgentProcess:
 
     def _kill(self, wait: Wait) -> None:
         say(f"{self._node}: the agent did not end in time")
-        for _ in range(1 if self._left else 2):  # the second means: without saving
+        for _ in range(1 if self.leaving else 2):  # the second means: without saving
             self._process.send_signal(signal.SIGINT)
             deadline = self._clock() + LAST_WORDS_S
             while not reap(self._process) and self._clock() < deadline:
@@ -353,12 +325,8 @@ def agent_command(
 ) -> list[str]:
     """Return the command of a node's agent.
 
-    Args:
-        attempt: which attempt this is.
-        node: this node's, or pod's, name.
-        options: more of them.
-        inside: command that runs another in a container, as `apptainer exec IMAGE`; its Python
-            is then the container's own.
+    `inside` is the command that runs another in a container, as `apptainer exec IMAGE`; its Python
+    is then the container's own.
     """
     return [
         *((*inside, CONTAINER_PYTHON) if inside else (sys.executable,)),
@@ -406,11 +374,7 @@ _READ_BYTES: Final = 512
 
 @contextlib.contextmanager
 def taken_signals(numbers: Sequence[signal.Signals]) -> Iterator[Wait]:
-    """Take signals while it is entered, those too that were held back; on the main thread.
-
-    Args:
-        numbers: which.
-    """
+    """Take signals while it is entered, those too that were held back; on the main thread."""
     taken: deque[signal.Signals] = deque()
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 

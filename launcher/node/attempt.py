@@ -61,7 +61,7 @@ class Attempt:
     restart: int
     """How often Slurm has put the job back into the queue before; of pods the generation."""
     array_task: str = ""
-    """Of a task of an array: 123_4. One task has the array's own number, which means them all."""
+    """A task of an array, as 123_4: one task has the array's own number, which means them all."""
 
     @classmethod
     def of_env(cls, run_dir: Path, env: Mapping[str, str]) -> Attempt:
@@ -118,10 +118,7 @@ class Attempt:
     def keep(self, name: str, value: Mapping[str, Any], *, first: bool) -> bool:
         """Write one of its JSON files, complete or not at all; return whether this call did.
 
-        Args:
-            name: of the file.
-            value: what it says.
-            first: one that is there stays, since any number of pods may write it at once.
+        With `first` a file that is there stays, since any number of pods may write it at once.
 
         Raises:
             OSError: the folder cannot be written.
@@ -172,7 +169,7 @@ class Attempt:
         return ""
 
     def next_job(self) -> str | None:
-        """Return the id of the job that is to continue; None: there is none."""
+        """Return the id of the job that is to continue, or None."""
         with contextlib.suppress(OSError):
             text = (self.dir / "next").read_text(encoding="ascii").strip()
             return text if text.isdigit() else None
@@ -248,7 +245,7 @@ LEASE_BEATS_S = 12.0
 
 
 def board_of(run_dir: Path) -> BoardState:
-    """Return what is on the board of `run_dir`; an empty one if there is none yet.
+    """Return what is on the board of `run_dir`; an empty one before the first.
 
     Raises:
         OSError: it cannot be read.
@@ -295,15 +292,9 @@ def live_lease(
     mono: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease | None:
-    """Return the lease of another job that coordinates the run now; None: there is none.
+    """Return the lease of another job that coordinates the run now, or None.
 
-    Takes up to `LEASE_BEATS_S`: a dead job's lease is known by its beat, which stands still.
-
-    Args:
-        run_dir: the run.
-        is_ours: whether a job's name is that of this job.
-        mono: monotonic seconds.
-        sleep: waits.
+    Takes up to `LEASE_BEATS_S`: a dead job's lease is known by its beat, which has stopped.
     """
     first = board_of(run_dir).lease
     if first is None or is_ours(first.job):

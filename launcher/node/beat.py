@@ -22,8 +22,8 @@ from launcher.node.attempt import Attempt, say
 from launcher.node.decide import EXIT_LEFT, a_few
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.local import start_ticks
-from launcher.platforms.slurm.machines import TIMEOUT_S, draining
 from launcher.platforms.slurm.parse import expand_nodes
+from launcher.platforms.slurm.queries import TIMEOUT_S, draining
 from launcher.record.fleet import SURVIVED_S
 from launcher.spec.errors import HoldfastError
 
@@ -92,14 +92,7 @@ def asked_to_leave(attempt: Attempt, node: str) -> str:
 
 
 class Drains:
-    """What the batch host does for nodes that drain.
-
-    Args:
-        attempt: of the job.
-        env: the batch script's.
-        commands: runs Slurm's.
-        wall: the clock.
-    """
+    """What the batch host does for nodes that drain."""
 
     def __init__(
         self,
@@ -174,12 +167,7 @@ LAST_S = 5.0
 class Strikes:
     """Takes a run's record over into the ledger, again and again, in a thread of its own.
 
-    Args:
-        run_dir: the run.
-        env: of this process; of a pod it says how its API server is reached.
-        only: look at the record of this writer only; None: of all.
-        every_s: between two looks.
-        wall: the clock.
+    `only` limits it to the record of one writer; `env` of a pod says how its API server is reached.
     """
 
     def __init__(
