@@ -263,7 +263,7 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
 def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
     """Write the job's files, but leave a running job's as they are."""
     from elastic_trainer.storage.files import write_atomic
-    from launcher.node.board import live_lease
+    from launcher.node.attempt import live_lease
 
     run_dir.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

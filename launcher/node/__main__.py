@@ -93,7 +93,7 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
 
             return run_agent(attempt, this, os.environ, more, apart=given.apart)
         case "watchdog":
-            from launcher.node.watchdog import Watchdog
+            from launcher.node.agent import Watchdog
 
             return Watchdog(attempt, this, os.environ).serve()
         case "again":

@@ -16,12 +16,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.storage.files import read_json, write_json
+from elastic_trainer.board.open_board import BOARD_VARIABLE, read_board
+from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
+from elastic_trainer.storage.files import publish, read_json, write_json
+from launcher.platforms.retries import polled
 from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError
 
@@ -37,7 +41,7 @@ class Past:
     name: str
     begun_unix: float
     step: int
-    """Newest step that counted when it began, see begin.newest_step; -1: none."""
+    """Newest step that counted when it began, see batch.newest_step; -1: none."""
     code: int | None = None
     """How it ended; None: nobody could say so."""
     failed: bool = False
@@ -57,7 +61,7 @@ class Attempt:
     restart: int
     """How often Slurm has put the job back into the queue before; of pods the generation."""
     array_task: str = ""
-    """Of a task of an array: 123_4. One task has the array's own number, which means them all."""
+    """A task of an array, as 123_4: one task has the array's own number, which means them all."""
 
     @classmethod
     def of_env(cls, run_dir: Path, env: Mapping[str, str]) -> Attempt:
@@ -102,21 +106,24 @@ class Attempt:
         """The file of the batch script's beat."""
         return self.dir / "batch.beat"
 
+    def read_beat(self) -> str | None:
+        """Return what the beat's file says; None where it cannot be read.
+
+        Opened every time: on NFS that asks the server, a stat may not.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            return self.beat.read_text(encoding="ascii")
+        return None
+
     def keep(self, name: str, value: Mapping[str, Any], *, first: bool) -> bool:
         """Write one of its JSON files, complete or not at all; return whether this call did.
 
-        Args:
-            name: of the file.
-            value: what it says.
-            first: one that is there stays, since any number of pods may write it at once.
+        With `first` a file that is there stays, since any number of pods may write it at once.
 
         Raises:
             OSError: the folder cannot be written.
         """
         if first:
-            # Late: it takes the board's modules, and some who read this need none of them.
-            from elastic_trainer.storage.files import publish
-
             return publish(self.dir / name, json.dumps(value).encode() + b"\n")
         write_json(self.dir / name, value)
         return True
@@ -162,7 +169,7 @@ class Attempt:
         return ""
 
     def next_job(self) -> str | None:
-        """Return the id of the job that is to continue; None: there is none."""
+        """Return the id of the job that is to continue, or None."""
         with contextlib.suppress(OSError):
             text = (self.dir / "next").read_text(encoding="ascii").strip()
             return text if text.isdigit() else None
@@ -228,3 +235,80 @@ def note(of: Attempt, event: str, **fields: Any) -> None:
     with contextlib.suppress(OSError):
         log = LauncherLog(of.run_dir, f"batch-{of.name}-{node}")
         log.emit(event, node=node, **fields)
+
+
+# -- The run's board, read only --------------------------------------------------------------------
+
+
+LEASE_BEATS_S = 12.0
+"""A live coordinator raises its beat within 5 s (agent/membership/effects.py, lease_renew_s)."""
+
+
+def board_of(run_dir: Path) -> BoardState:
+    """Return what is on the board of `run_dir`; an empty one before the first.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it was written by another version, or the run's board is another one.
+    """
+    folder = run_dir / "board"
+    if not folder.is_dir() and not os.environ.get(BOARD_VARIABLE):
+        return BoardState()
+    return read_board(folder) or BoardState()
+
+
+def await_board(
+    run_dir: Path,
+    *,
+    mono: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], object],
+    for_s: float = BOARD_WAIT_S,
+) -> BoardState:
+    """Return what `board_of` does; a board that does not answer is asked again, and that is said.
+
+    Args and errors: see `ask_patiently`.
+    """
+    said: list[OSError] = []
+
+    def tell(error: OSError) -> None:
+        if not said:
+            say(f"the board does not answer, retrying: {error}")
+        said.append(error)
+
+    return ask_patiently(
+        lambda: board_of(run_dir), mono=mono, wait=wait, for_s=for_s, on_error=tell
+    )
+
+
+def committed_step(state: BoardState) -> int:
+    """Return the newest committed step; -1: none."""
+    return max((commit.step for commit in state.commits), default=-1)
+
+
+def live_lease(
+    run_dir: Path,
+    is_ours: Callable[[str], bool],
+    *,
+    mono: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Lease | None:
+    """Return the lease of another job that coordinates the run now, or None.
+
+    Takes up to `LEASE_BEATS_S`: a dead job's lease is known by its beat, which has stopped.
+    """
+    first = board_of(run_dir).lease
+    if first is None or is_ours(first.job):
+        return None
+
+    def moved(lease: Lease | None) -> bool:
+        return lease is None or (lease.term, lease.beat) != (first.term, first.beat)
+
+    lease = polled(
+        lambda: board_of(run_dir).lease,
+        moved,
+        for_s=LEASE_BEATS_S,
+        every_s=0.5,
+        sleep=sleep,
+        mono=mono,
+    )
+    return None if lease is None or not moved(lease) or is_ours(lease.job) else lease

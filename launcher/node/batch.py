@@ -25,8 +25,16 @@ from elastic_trainer.record.failures import (
 )
 from elastic_trainer.storage.files import read_json
 from launcher.fleet.ledger import fleet_at, place_for
-from launcher.node import board
-from launcher.node.attempt import Attempt, lineage, note, pasts, say
+from launcher.node.attempt import (
+    Attempt,
+    board_of,
+    committed_step,
+    lineage,
+    live_lease,
+    note,
+    pasts,
+    say,
+)
 from launcher.node.decide import (
     EXIT_LEFT,
     REQUEUES,
@@ -42,8 +50,8 @@ from launcher.node.decide import (
 )
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.retries import insist, retried
-from launcher.platforms.slurm.machines import machines
 from launcher.platforms.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
+from launcher.platforms.slurm.queries import machines
 from launcher.platforms.slurm.status_text import SCRIPT
 from launcher.record import stop_request
 from launcher.record.failures import EXCLUSIONS, excluded_machines
@@ -55,9 +63,7 @@ from launcher.spec.errors import HoldfastError, TemporaryError, UserError
 def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     """Decide on the batch host, and note that the attempt begins when it may.
 
-    Args:
-        attempt: which.
-        env: the batch script's; SLURM_JOB_NODELIST has the nodes that the job was given.
+    SLURM_JOB_NODELIST in `env` has the nodes that the job was given.
 
     Returns:
         0: continue. 90: the run is done. Else the code that the script ends with.
@@ -69,7 +75,7 @@ def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     # Late: pods do without it.
     from launcher.runs.submitting.environment import warn_if_changed
 
-    config, state = read_config(attempt.run_dir), board.read(attempt.run_dir)
+    config, state = read_config(attempt.run_dir), board_of(attempt.run_dir)
     decision = decide(attempt, config, state)
     if decision.code:
         return decision.code
@@ -83,17 +89,12 @@ def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
 def decide(attempt: Attempt, config: TrainConfig, state: BoardState) -> Decision:
     """Say whether an attempt may start; takes some seconds where another job has a lease.
 
-    Args:
-        attempt: which.
-        config: of the run.
-        state: what is on its board.
-
     Raises:
         OSError: the run directory cannot be read.
     """
     run_dir = attempt.run_dir
     jobs, step = lineage(run_dir, attempt.job_id), newest_step(run_dir, config, state)
-    lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
+    lease = live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
     decision = may_begin(
         finished=state.finished,
         stop_asked=stop_request.asked(run_dir),
@@ -114,11 +115,7 @@ def note_begin(
 ) -> None:
     """Make an attempt's folders and note that it begins.
 
-    Args:
-        attempt: which.
-        config: of the run.
-        state: what is on its board.
-        given: by Slurm: job and nodes; None: any number of pods come, and the first one counts.
+    `given` has Slurm's job and nodes; None: any number of pods come, and the first one counts.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -136,13 +133,13 @@ def note_begin(
 def newest_step(run_dir: Path, config: TrainConfig, state: BoardState) -> int:
     """Return the newest step that counts as progress; -1: none is known.
 
-    Of a script also what it has shown: its own checkpoints are on no board.
+    A script's shown steps count too: its own checkpoints are on no board.
 
     Raises:
         OSError: the record cannot be read.
     """
     shown = None if config.command is None else script_steps.newest_step(run_dir)
-    return max(board.newest_step(state), -1 if shown is None else shown)
+    return max(committed_step(state), -1 if shown is None else shown)
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -166,20 +163,17 @@ _OF_AGENTS = frozenset(
 )
 """Codes by which an agent says how it ends."""
 SUMMARY_S = 60
-"""So much of the time before the signal lead may go to the summary."""
+"""The time before the signal lead that the summary may take."""
 
 
 def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> AttemptOutcome:
     """Find out what came of an attempt and write it down.
 
-    Args:
-        attempt: which.
-        env: the batch script's HOLDFAST_ variables; HOLDFAST_SAVE_BY is Unix seconds.
-        step_code: srun's exit code, for the message; 91 also where the script was asked to end
-            before it had started anything; None: nobody knows.
+    `step_code` is srun's exit code, for the message; 91 also where the script was asked to end
+    before it had started anything; None: nobody knows.
     """
     try:
-        state = board.read(attempt.run_dir)
+        state = board_of(attempt.run_dir)
     except (OSError, ValueError) as error:
         say(f"the board cannot be read ({error}); using the agents' exit codes")
         state = BoardState()
@@ -217,11 +211,8 @@ def note_end(
 ) -> None:
     """Write down what came of an attempt; storage that fails must not change the code.
 
-    Args:
-        attempt: which.
-        found: what came of it.
-        first: what is there stays, since any number of pods write it.
-        began: an agent of it got as far as the board, as far as is known.
+    With `first` what is there stays, since any number of pods write it. `began`: an agent of it got
+    as far as the board, as far as is known.
     """
     value = {**dataclasses.asdict(found), "t_unix": time.time(), "began": began}
     try:
@@ -236,8 +227,8 @@ def note_end(
 def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     """Write RUN/summary.json, unless the run continues: its last attempt does it.
 
-    Of what is on record only, so it can be left out: near the time limit, where Slurm would call
-    a job that is done a failure, or when it takes too long. `holdfast report` has it then.
+    It is made of the record alone, so it can be left out: near the time limit, where Slurm would
+    call a finished job a failure, or when it takes too long. `holdfast report` has it then.
     """
     stop_asked = stop_request.asked(attempt.run_dir)
     if code in REQUEUES and not stop_asked and env.get("HOLDFAST_RESTART") != "none":
@@ -292,11 +283,7 @@ NOT_AVAILABLE = "node configuration is not available"
 
 
 def again(attempt: Attempt) -> int:
-    """Put the job back into the queue, unless the user wants the run to stay stopped.
-
-    Returns:
-        0; Slurm ends the job's processes meanwhile.
-    """
+    """Put the job back into the queue, unless the user wants the run to stay stopped; return 0."""
     if stop_request.asked(attempt.run_dir):
         say("it was cancelled and is not requeued")
     elif carry_out(attempt, ["requeue"], SystemCommands()):
@@ -305,11 +292,7 @@ def again(attempt: Attempt) -> int:
 
 
 def keep_off(attempt: Attempt) -> int:
-    """Keep the machines that the run has excluded off the successor of this job (restart: chain).
-
-    Returns:
-        0; it is no reason to end that they could not be.
-    """
+    """Keep excluded machines off the successor of this job (restart: chain); always return 0."""
     carry_out(attempt, ["keep-off"], SystemCommands())
     return 0
 
@@ -337,14 +320,11 @@ def carry_out(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Requeue or cancel the job of `attempt`; keep trying until the controller has answered.
+    """Requeue or cancel the job of `attempt`, however long it takes; False: it is ours no more.
 
     There is no last try: a controller may be away for hours, and without this the job is lost.
     The job's time limit ends it. Another attempt of the job, or one that somebody has cancelled,
     is left alone: a node that was cut off may come here late.
-
-    Returns:
-        Whether it was done; False: it was not ours to do any more.
 
     Raises:
         UserError: HF650, Slurm's commands are not on the PATH.
@@ -413,13 +393,7 @@ def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
 
 
 def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
-    """Return the nodes that what continues this job leaves out: excluded by the run, or fleet-wide.
-
-    Args:
-        attempt: of the job.
-        listed: what the job leaves out already.
-        commands: runs Slurm's.
-    """
+    """Return nodes that the job's next start leaves out: excluded by the run, or fleet-wide."""
     begun = pasts(attempt.run_dir, lineage(attempt.run_dir, attempt.job_id))
     since = begun[0].begun_unix if begun else 0.0
     try:

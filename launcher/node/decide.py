@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.board.state import BoardState, Ended
 from elastic_trainer.record.failures import (
@@ -20,11 +21,9 @@ from launcher.node.attempt import Past
 
 if TYPE_CHECKING:
     from elastic_trainer.plan.config import ElasticSection
-import re
-from typing import Final
 
 EXIT_LEFT = 95
-"""Noted of a node whose agent has left the job, which goes on without it."""
+"""The code of a node whose agent has left the job, which goes on without it."""
 REQUEUES = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
 """Codes after which another start of the job may get further."""
 NOTHING_TO_DO = 90
@@ -37,7 +36,7 @@ LIMIT_SLACK_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """May the script continue, and if not, with which code it ends."""
+    """Whether the script may continue, or with which code it ends."""
 
     code: int
     """0: continue."""
@@ -167,13 +166,8 @@ def attempt_result(
 ) -> AttemptOutcome:
     """Say what came of attempt `name`. srun's code decides nothing: it lies after a node loss.
 
-    Args:
-        state: what is on the board; an empty one where that cannot be read.
-        name: of the attempt.
-        exits: codes of the agents that could say so, by node.
-        at_limit: the time limit was near.
-        step_code: srun's, for the message.
-        refusal: Slurm's words, or a node's, where no agent could be started.
+    `state` is empty where the board cannot be read; `exits` has the codes of agents by node;
+    `refusal` is in Slurm's words, or a node's, where no agent could be started.
     """
     if state.finished:
         return AttemptOutcome(code=EXIT_DONE, failed=False, reason="the last step is done")
@@ -217,12 +211,8 @@ def within_restarts(
 ) -> AttemptOutcome:
     """Return `found`, or 94 where the job would continue but may not once more.
 
-    Args:
-        found: what came of the attempt.
-        restart: `slurm.restart`: requeue, chain or none.
-        done: how often it has been requeued, or which successor this is.
-        most: `slurm.max_requeues`; None: not known.
-        stop_asked: the user wants the run to stay stopped.
+    `done` says how often it has been requeued, or which successor this is; `most` is
+    `slurm.max_requeues`, None: not known.
     """
     continues = restart != "none" and found.code in REQUEUES and not stop_asked
     if not continues or most is None or done < most:
@@ -239,10 +229,7 @@ def near_limit(save_by_unix: float | None, now_unix: float) -> bool:
 def pause_s(failures: int, *, first_s: float, longest_s: float) -> float:
     """Return how long to wait before what has failed is started again; it doubles each time.
 
-    Args:
-        failures: how many in a row, this one included; 0: none, so there is no wait.
-        first_s: after the first one, seconds.
-        longest_s: never longer, seconds.
+    `failures` counts those in a row, this one included.
     """
     return min(first_s * 2.0 ** min(failures - 1, 16), longest_s) if failures > 0 else 0.0
 
@@ -265,21 +252,15 @@ class BeatWatch:
 
     @property
     def lost(self) -> bool:
-        """Whether it stands still."""
+        """Whether it has stopped."""
         return self.still >= STILL_READS
 
 
 def is_over(state: BoardState, name: str, *, lease_still: bool) -> bool | None:
     """Say whether attempt `name` has ended as a whole, for a node whose own agent has ended.
 
-    Args:
-        state: what is on the board.
-        name: of the attempt.
-        lease_still: the lease's beat has stood still for long.
-
-    Returns:
-        True: somebody must end the job. False: it continues without this node, or a later job
-        has taken its place. None: not known yet.
+    True: somebody must end the job. False: it continues without this node, or a later job has
+    taken its place. None: not known yet. `lease_still`: the lease's beat has stopped for long.
     """
     if state.finished or end_of(state, name) is not None or state.lease is None:
         return True
@@ -292,13 +273,8 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
     """Say what a watchdog does with a job that has lost its batch host, in order.
 
     A requeued job runs its script again, and `begin` finds what there is to do: continue, or end
-    with the code that was written down. So a run that is done also shows as COMPLETED.
-
-    Args:
-        code: of the result.
-        restart: `slurm.restart`: requeue, chain or none.
-        stop_asked: the user wants the run to stay stopped.
-        has_next: a successor waits (chain).
+    with the code that was written down. So a run that is done also shows as COMPLETED. `restart` is
+    `slurm.restart`: requeue, chain or none. `has_next`: a successor waits (chain).
 
     Returns:
         Of `requeue`, `cancel` (this job), `cancel-next`, and `keep-off`: of the successor.
@@ -345,13 +321,9 @@ def job_id(name: str, submission: str) -> str:
 def generation(job: str, *, lease_job: str | None, ended_job: str | None) -> int:
     """Return the generation of `job` that a pod which starts now is part of.
 
-    All pods must come to the same answer, so it depends on the board alone: the one that holds
-    the lease, else the one after that which has ended.
-
-    Args:
-        job: see `job_id`.
-        lease_job: name of the job that coordinates the run, or did when its agents died.
-        ended_job: name of the job that ended last.
+    All pods must come to the same answer, so it depends on the board alone: the one that holds the
+    lease, else the one after that which has ended. `lease_job` coordinates the run, or did when its
+    agents died; `ended_job` ended last.
     """
     live, ended = _number(job, lease_job), _number(job, ended_job)
     return max(-1 if live is None else live, -1 if ended is None else ended + 1, 0)
@@ -370,10 +342,8 @@ def exit_code(kind: str, code: int | None, *, stop_asked: bool) -> int:
     tried again. A cancelled run stays down: a PyTorchJob ends with any code below 128, a JobSet
     with 93 and 94 only.
 
-    Args:
-        kind: of the job: one of KINDS.
-        code: how this generation has ended as a whole, 0 where the run is done; None: it continues.
-        stop_asked: the user wants the run to stay stopped.
+    `code` says how this generation has ended as a whole, 0 where the run is done; None: it
+    continues.
     """
     assert kind in KINDS, kind
     if code in (EXIT_DONE, EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP):
@@ -386,11 +356,8 @@ def exit_code(kind: str, code: int | None, *, stop_asked: bool) -> int:
 def all_refuse(kind: str, exits: Mapping[str, int], num_nodes: int, live: bool) -> bool:
     """Return whether the job cannot start anywhere: every pod's agent says so, and none leads.
 
-    Args:
-        kind: of the job: one of KINDS.
-        exits: pod -> code of its agent, of this generation.
-        num_nodes: pods of the job.
-        live: an agent coordinates, or has done.
+    `exits` has the codes of this generation's agents by pod; `live`: an agent coordinates, or has
+    done.
     """
     places = {place(kind, pod) for pod in exits}
     refused = set(exits.values()) == {EXIT_DO_NOT_RESTART}
@@ -400,9 +367,7 @@ def all_refuse(kind: str, exits: Mapping[str, int], num_nodes: int, live: bool) 
 def all_fail(counts: Mapping[str, int], num_nodes: int) -> bool:
     """Return whether as many pods as the job needs fail again and again.
 
-    Args:
-        counts: place -> failures in a row, of this submission.
-        num_nodes: pods of the job.
+    `counts` has the failures in a row of this submission by place.
     """
     return sum(count >= MOST_IN_A_ROW for count in counts.values()) >= num_nodes > 0
 
@@ -411,10 +376,6 @@ def place(kind: str, pod: str) -> str:
     """Return what a pod and those that are made in its place have in common.
 
     Only a PyTorchJob gives them the same name; a Job adds five characters, new each time.
-
-    Args:
-        kind: of the job: one of KINDS.
-        pod: its name.
     """
     assert kind in KINDS, kind
     return pod if kind == "pytorchjob" else _MADE_UP.sub("", pod)

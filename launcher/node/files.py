@@ -74,7 +74,7 @@ def get(run_dir: Path, stream: IO[bytes], out: IO[bytes]) -> int:
     """Write what is new in `run_dir` to `out`, as a tar; return an exit code.
 
     The request is `{"known": {path: [inode, offset, mtime_ns]}, "most_log_bytes": n}`. Of a log
-    that is new or was begun anew only the last n bytes come.
+    that is new or was begun again only the last n bytes come.
 
     Raises:
         ValueError: the request cannot be read.
@@ -102,10 +102,8 @@ def get(run_dir: Path, stream: IO[bytes], out: IO[bytes]) -> int:
 def new_part(info: os.stat_result, known: Sequence[int] | None, *, grows: bool) -> int | None:
     """Return the byte from which on a file is new; None: nothing of it is. Pure.
 
-    Args:
-        info: the file now.
-        known: inode, bytes and mtime_ns of it that the launcher has; None: nothing.
-        grows: the file is only ever added to.
+    `known` is inode, bytes and mtime_ns of what the launcher has; `grows`: the file is only ever
+    added to.
     """
     inode, offset, mtime_ns = known or (-1, 0, 0)
     if inode != info.st_ino:
@@ -152,11 +150,7 @@ def _add_new(
 
 
 def _checked(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the members that are to be written below `root`.
-
-    Raises:
-        ValueError: one leads elsewhere or is no file, folder or link; the tar is cut off.
-    """
+    """Yield the members that are to be written below `root`."""
     there: dict[str, bool] = {}
     for member in tar:
         if member.name == END:

@@ -27,10 +27,10 @@ from elastic_trainer.record.failures import (
     EXIT_TOO_FEW_NODES,
 )
 from elastic_trainer.storage.files import publish, read_json, write_atomic
-from launcher.node import board
-from launcher.node.agent import STOPS, TAKEN, AgentProcess, agent_command
-from launcher.node.attempt import Attempt, say
+from launcher.node.agent import STOPS, TAKEN, AgentProcess, Wait, agent_command, taken_signals
+from launcher.node.attempt import Attempt, await_board, board_of, live_lease, say
 from launcher.node.batch import decide, note_begin, note_end, read_config
+from launcher.node.beat import Strikes
 from launcher.node.decide import (
     AGAIN,
     AGAIN_CHARGED,
@@ -47,8 +47,6 @@ from launcher.node.decide import (
     pause_s,
     place,
 )
-from launcher.node.strikes import Strikes
-from launcher.node.taken_signals import Wait, taken_signals
 from launcher.record import stop_request
 from launcher.record.run_files import STARTS
 from launcher.spec.errors import UserError
@@ -56,22 +54,15 @@ from launcher.spec.errors import UserError
 FIRST_PAUSE_S: Final = 10.0
 LONGEST_PAUSE_S: Final = 300.0
 LIVED_S: Final = 600.0
-"""A pod that has lived for so long before it fails begins to count anew."""
+"""A pod that has lived for so long before it fails starts counting again."""
 _BEGUN: Final = " begun"
-"""After a count: of a start that has not told yet how it ended."""
+"""Follows the count of a start that has not told yet how it ended."""
 MAX_FILE_BYTES: Final = 4 << 20
-"""Of a file of the ConfigMap."""
+"""The largest file of the ConfigMap."""
 
 
 class Pod:
-    """One start of one pod.
-
-    Args:
-        run_dir: on the claim.
-        who: this pod.
-        env: of this process.
-        wait: for signals.
-    """
+    """One start of one pod."""
 
     def __init__(self, run_dir: Path, who: PodEnv, env: Mapping[str, str], wait: Wait) -> None:
         self._run_dir, self._who, self._env = run_dir.absolute(), who, env
@@ -105,7 +96,7 @@ class Pod:
         except (OSError, ValueError) as error:
             say(f"error: {type(error).__name__}: {error}")
             code, self._failed = AGAIN, True
-        self._count_anew(self._before)  # it was not killed: from here on it says itself what it is
+        self._count_again(self._before)  # it was not killed: from here on it says itself what it is
         if code == AGAIN and not self._stop_asked:
             code = self._again()
         say(f"{self._who.pod} ends with {code}")
@@ -129,10 +120,10 @@ class Pod:
         except (OSError, ValueError) as error:
             say(f"cannot look at the failures of others: {type(error).__name__}: {error}")
             ends = False
-        self._count_anew(self._before + 1, _BEGUN)
+        self._count_again(self._before + 1, _BEGUN)
         return ends
 
-    def _count_anew(self, count: int | None, mark: str = "") -> None:
+    def _count_again(self, count: int | None, mark: str = "") -> None:
         if count is not None:
             try:
                 self._count.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +135,7 @@ class Pod:
         """Forget former failures once this start has lived for long."""
         if self._before and time.monotonic() - self._began >= LIVED_S:
             self._before = 0
-            self._count_anew(1, _BEGUN)
+            self._count_again(1, _BEGUN)
 
     def _wait(self, seconds: float) -> signal.Signals | None:
         taken = self._wait_for_signal(seconds)
@@ -152,9 +143,7 @@ class Pod:
         return taken
 
     def _board(self) -> BoardState:
-        return board.read_patiently(
-            self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS
-        )
+        return await_board(self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS)
 
     def _attempt(self, number: int) -> Attempt:
         return Attempt(self._run_dir, self._who.job, number)
@@ -242,15 +231,10 @@ class Pod:
         return code
 
     def _none_can_start(self) -> bool:
-        """Return whether no pod of the job gets anywhere, and none coordinates the others.
-
-        Raises:
-            OSError: the claim or the board cannot be read.
-            ValueError: the board is another version's.
-        """
+        """Return whether no pod of the job gets anywhere, and none coordinates the others."""
         found = self._count.parent.glob(f"{self._who.job}.*")
         counts = {path.name: counted(path) for path in found}
-        if not all_fail(counts, self._nodes) or board.live_lease(self._run_dir, lambda _: False):
+        if not all_fail(counts, self._nodes) or live_lease(self._run_dir, lambda _: False):
             return False
         say(
             f"HF676 all {self._nodes} pods have failed {MOST_IN_A_ROW} times in a row; fix the "
@@ -281,17 +265,10 @@ def _how_it_ended(attempt: Attempt, state: BoardState) -> int | None:
 
 
 def prepare(run_dir: Path, config_dir: Path) -> list[str]:
-    """Make the run directory from the job's ConfigMap where `submit` has not made it.
+    """Make the run directory from the job's ConfigMap, unless it is there; return the new files.
 
     Any number of pods may do so at once: each file is complete when it appears, and the first
     one counts. What is there already stays: it may name the frozen code.
-
-    Args:
-        run_dir: on the claim.
-        config_dir: of the ConfigMap's files; it need not be there.
-
-    Returns:
-        Names of the files that this pod has put there.
 
     Raises:
         UserError: HF675, the directory belongs to another run; HF502, there is no job.json.
@@ -323,9 +300,7 @@ def prepare(run_dir: Path, config_dir: Path) -> list[str]:
 def failures(path: Path, *, lived: bool) -> int:
     """Count a failure of a pod in its own file and return how many there were in a row.
 
-    Args:
-        path: the file; of this pod alone.
-        lived: it has lived long before this one: the count begins anew.
+    `lived`: it has lived long before this one, so the count begins again.
 
     Raises:
         OSError: the folder cannot be written.
@@ -357,7 +332,7 @@ CONFIG_DIR: Final = Path("/etc/holdfast")
 """Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  a memory volume of the pod's own
 SAVE_WAIT_S: Final = 60.0
-"""Where nothing is said: `terminationGracePeriodSeconds` is 30 by default, so it is cut off."""
+"""The default; `terminationGracePeriodSeconds` is 30 by default, so it is cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +340,7 @@ class PodEnv:
     """Who this pod is; see launcher/render/pod.py for what is set."""
 
     kind: str
-    """Of the job: one of pod_decide.KINDS."""
+    """One of decide.KINDS."""
     job: str
     """What all generations of the submission share."""
     pod: str
@@ -405,7 +380,7 @@ class PodEnv:
                 host=env.get("NODE_NAME") or None,
                 secret_file=env.get("HOLDFAST_SECRET_FILE") or None,
                 config_dir=Path(env.get("HOLDFAST_CONFIG_DIR") or CONFIG_DIR),
-                # The uid is new whenever a pod of that name is made anew.
+                # The uid is new whenever a pod of that name is made again.
                 agent_file=SHM / f"holdfast-pod-{env.get('POD_UID') or pod}",
                 save_wait_s=float(env.get("HOLDFAST_SAVE_WAIT_S") or SAVE_WAIT_S),
                 shutdown_s=float(shutdown) if shutdown else None,
@@ -428,17 +403,14 @@ POLL_S: Final = 0.3
 ANSWER_S: Final = 5.0
 """After so long without an answer the agent is asked again: it may not have listened yet."""
 TAIL_BYTES: Final = 1 << 16
-"""Of the agent's events, of which the newest are looked at."""
+"""The end of the agent's events that is read."""
 
 
 def answer(lines: list[str], since_unix: float) -> Event | None:
-    """Return the newest answer among an agent's events; None: there is none since. Pure.
+    """Return the newest answer among an agent's events; None: no answer since. Pure.
 
     Its step is the one that its workers were at; None: it runs none, so there is nothing to save.
-
-    Args:
-        lines: of its file; the first and the last may be torn.
-        since_unix: when it was asked, by the clock of the same machine.
+    The first and the last of `lines` may be torn.
     """
     for event in map(Event.decode, reversed(lines)):
         if event is not None and event.event == "save.asked":
@@ -458,16 +430,10 @@ def next_act(
 ) -> str:
     """Say what preStop does next: `done`, `nothing`, `ask` or `wait`. Pure.
 
-    A save that is under way when another is asked for makes the agents pass over the wish. So it
-    is asked again once that one counts, once a new epoch has begun, and when nobody has answered.
-
-    Args:
-        asked: the agent's newest answer.
-        asked_s: how long ago it was asked last.
-        newest: epoch and step of the newest checkpoint.
-        seen: the same when it was asked last.
-        epoch: of the job, now.
-        over: the job has ended, or the run is done.
+    A save that is under way when another is asked for makes the agents pass over the wish. So it is
+    asked again once that one counts, once a new epoch has begun, and when nobody has answered.
+    `newest` is epoch and step of the newest checkpoint, `seen` the same when the agent was asked
+    last.
     """
     if over:
         return "done"
@@ -477,20 +443,12 @@ def next_act(
         return "nothing"
     if newest[1] >= asked.step:
         return "done"
-    begun_anew = asked.epoch is not None and epoch > asked.epoch
-    return "ask" if (newest != seen or begun_anew) and asked_s >= POLL_S else "wait"
+    begun_again = asked.epoch is not None and epoch > asked.epoch
+    return "ask" if (newest != seen or begun_again) and asked_s >= POLL_S else "wait"
 
 
 class Saving:
-    """One preStop.
-
-    Args:
-        run_dir: on the claim.
-        who: this pod.
-        mono: monotonic seconds.
-        wall: Unix seconds.
-        sleep: waits.
-    """
+    """One preStop."""
 
     def __init__(
         self,
@@ -511,9 +469,7 @@ class Saving:
         """Return 0: saved, or there was nothing to save; 1: not in time."""
         wait_s = self._who.save_wait_s
         end_at = self._mono() + wait_s
-        state = board.read_patiently(
-            self._run_dir, mono=self._mono, wait=self._sleep, for_s=wait_s / 2
-        )
+        state = await_board(self._run_dir, mono=self._mono, wait=self._sleep, for_s=wait_s / 2)
         self._seen = _newest(state)
         if not self._ask():
             say("preStop: no agent runs here, nothing to save")
@@ -533,7 +489,7 @@ class Saving:
         return 1
 
     def _look(self) -> str:
-        state = board.read(self._run_dir)
+        state = board_of(self._run_dir)
         newest, seen, asked_s = _newest(state), self._seen, self._mono() - self._asked_at
         ended = None if state.ended is None or state.lease is not None else state.ended.job
         over = state.finished or (ended or "").rpartition(".")[0] == self._who.job

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
-from launcher.node import board
-from launcher.node.attempt import Attempt, note, say
+from launcher.node.agent import NODES_VARIABLE, Wait, taken_signals
+from launcher.node.attempt import Attempt, board_of, committed_step, note, say
 from launcher.node.decide import a_few, began, end_of, pause_s
-from launcher.node.taken_signals import Wait, taken_signals
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.spec.errors import HoldfastError, UserError
@@ -44,7 +43,7 @@ SQUEUE_S: Final = 60.0
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 LIVED_S: Final = 300.0
-"""A step that lived so long begins anew with the shortest pause."""
+"""A step that lived so long begins again with the shortest pause."""
 LONE_TRIES: Final = 3
 """So often all nodes are tried again while none runs; then the job ends, and is requeued."""
 MOST_STARTS: Final = 10
@@ -105,10 +104,7 @@ def grouped(nodes: Sequence[str], most: int = MOST_STEPS) -> list[tuple[str, ...
 def command_of(command: Sequence[str], nodes: Sequence[str], *, again: bool) -> list[str]:
     """Return srun's `command` for these nodes. Pure.
 
-    Args:
-        command: srun, its options, and what it runs.
-        nodes: of the step.
-        again: the step before may not have been cleared away there yet.
+    `again`: the step before may not have been cleared away there yet.
     """
     count = len(nodes)
     own = [f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}"]
@@ -120,11 +116,8 @@ def to_start_again(
 ) -> tuple[str, ...]:
     """Return those of a step's nodes whose agents are to be started again. Pure.
 
-    Args:
-        nodes: of the step that has ended.
-        exits: how agents ended that could say so, by node: these have had their word.
-        over: the job as a whole has ended, or was asked to.
-        allocated: the job's nodes now; None: not known.
+    `exits` has the codes of the agents that could say how they ended. `over`: the job as a whole
+    has ended, or was asked to. `allocated` has the job's nodes now; None: not known.
     """
     if over or _OF_ALL.intersection(exits.values()):
         return ()
@@ -135,13 +128,8 @@ def to_start_again(
 class SlurmSteps:
     """All steps of an attempt.
 
-    Args:
-        attempt: which.
-        nodes: of the job.
-        command: srun, its options, and what it runs; without the nodes.
-        start: starts an srun, which passes SIGUSR2 on to its tasks.
-        commands: runs Slurm's.
-        mono: monotonic seconds.
+    `command` is srun with its options and what it runs, without the nodes; `start` starts one,
+    which passes SIGUSR2 on to its tasks.
     """
 
     def __init__(
@@ -161,11 +149,7 @@ class SlurmSteps:
         self._code = 0
 
     def serve(self, wait: Wait) -> int:
-        """Serve until no step is left; return the highest exit code of an srun.
-
-        Args:
-            wait: for one of ASKS, or the end of an srun.
-        """
+        """Serve until no step is left; return the highest exit code of an srun."""
         while self._steps:
             self._look()
             if self._steps and wait(TURN_S) in ASKS:
@@ -271,7 +255,7 @@ class SlurmSteps:
     def _began(self) -> bool:
         """Return whether an agent of this attempt has got as far as the board."""
         try:
-            state = board.read(self._attempt.run_dir)
+            state = board_of(self._attempt.run_dir)
         except (OSError, ValueError):
             return True
         return began(state, self._attempt.name)
@@ -280,7 +264,7 @@ class SlurmSteps:
         if self._asked:
             return True
         try:
-            state = board.read(self._attempt.run_dir)
+            state = board_of(self._attempt.run_dir)
         except (OSError, ValueError):
             return False
         return state.finished or end_of(state, self._attempt.name) is not None
@@ -288,7 +272,7 @@ class SlurmSteps:
     def _checkpoint(self) -> str:
         """Say what a run continues from that has lost all of its agents."""
         try:
-            step = board.newest_step(board.read(self._attempt.run_dir))
+            step = committed_step(board_of(self._attempt.run_dir))
         except (OSError, ValueError) as error:
             return f"no agent is left, and the board cannot be read: {error}"
         found = "there is no checkpoint" if step < 0 else f"the newest checkpoint is step {step}"
@@ -309,11 +293,7 @@ def serve(
 ) -> int:
     """Run `command`, an srun, on the nodes of the job; return the highest exit code.
 
-    Args:
-        attempt: which.
-        env: of the batch script.
-        command: srun, its options, and what it runs.
-        on: nodes, as n1,n2; None: all of the job.
+    `on` names nodes, as n1,n2; None: all of the job.
 
     Raises:
         UserError: HF673, the environment is not that of a batch script.
@@ -337,8 +317,6 @@ def serve(
 # -- One srun -------------------------------------------------------------------------------------
 
 
-NODES_VARIABLE: Final = "HOLDFAST_NODES"
-"""Nodes that agents start on, as n1,n2, where these are not all of the job's."""
 TOTAL_GPUS: Final = "SLURM_GPUS"
 """sbatch --gpus: of all nodes of the job, which an srun for one node would ask for."""
 _ASKS_FOR_GPUS: Final = re.compile(r"--(gpus-per-\w+|gres|tres-per-\w+)(=.*)?")
@@ -360,12 +338,7 @@ _LONGEST: Final = 2000
 
 
 class Srun:
-    """A started srun; what it says goes on to stderr, and is kept.
-
-    Args:
-        argv: the command.
-        env: its environment.
-    """
+    """A started srun; what it says goes on to stderr, and is kept."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  for as long as this lives
@@ -396,11 +369,7 @@ class Srun:
 
 
 def refused(said: str) -> bool | None:
-    """Return whether Slurm refuses an srun for good; None: its words do not say. Pure.
-
-    Args:
-        said: what the srun said.
-    """
+    """Return whether Slurm refuses an srun for good; None: its words do not say. Pure."""
     # An srun that waited for its turn has said so, whatever came of it.
     said = "; ".join(line for line in said.split("; ") if "temporarily disabled" not in line)
     if not said or _PASSING.search(said):
@@ -411,9 +380,7 @@ def refused(said: str) -> bool | None:
 def of_one_node(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return an srun's command and environment, with totals of the job as each node's part. Pure.
 
-    Args:
-        command: srun, its options of which --output is the last, and what it runs.
-        env: of the batch script.
+    The last option of `command` is --output.
     """
     own = {name: value for name, value in env.items() if name != TOTAL_GPUS}
     kind, colon, _ = env.get(TOTAL_GPUS, "").rpartition(":")
@@ -422,27 +389,3 @@ def of_one_node(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[st
     if TOTAL_GPUS not in env or not here or any(map(_ASKS_FOR_GPUS.fullmatch, options)):
         return list(command), own
     return [command[0], f"--gpus-per-node={kind}{colon}{here}", *command[1:]], own
-
-
-def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Return the environment that one srun for all nodes would have given this one's task. Pure.
-
-    Scripts read there which node they are on, and of how many.
-
-    Args:
-        env: of the task of an srun for one node, or a few.
-        node: its node.
-        nodes: on which agents were started, in Slurm's order.
-    """
-    if node not in nodes:
-        return dict(env)
-    index, count = str(nodes.index(node)), str(len(nodes))
-    each = "1" if len(nodes) == 1 else f"1(x{count})"
-    own = {
-        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_GTIDS"), index),
-        **dict.fromkeys(("SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS"), count),
-        **dict.fromkeys(("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"), count),
-        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
-        "SLURM_STEP_NODELIST": env.get(NODES_VARIABLE) or env.get("SLURM_JOB_NODELIST", node),
-    }
-    return {**env, **own}

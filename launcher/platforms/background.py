@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from elastic_trainer.storage.files import read_json
-from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, PlatformEvent, state_of
-from launcher.platforms.local import start_ticks
+from launcher.platforms.base import Backend, JobId, JobRef, JobState, JobStatus, state_of
+from launcher.platforms.local import start_ticks, with_packages
 from launcher.platforms.retries import polled
-from launcher.spec.errors import PermanentError, Problem, UserError
+from launcher.spec.errors import PermanentError, UserError
 
 _Seen = TypeVar("_Seen")
 
 MARK: Final = "launcher.json"
-"""Of a launcher that lives: its job, process and machine."""
+"""Job, process and machine of a live launcher."""
 SUMMARY: Final = "summary.json"
 NEVER_STARTED: Final = "never started"
-"""Reason of a run that no launcher has started, as a wrapped job's."""
+"""Reason of a run that no launcher has started, as a wrapped job."""
 LOG: Final = "launcher.log"
 """In RUN/logs: what a launcher in the background says."""
 _START_S: Final = 30.0
@@ -60,7 +60,7 @@ class Mark:
 
 
 def read_mark(run_dir: Path) -> Mark | None:
-    """Return the mark of `run_dir`; None: there is none that can be read."""
+    """Return the mark of `run_dir`, or None where it cannot be read."""
     raw = read_json(run_dir / MARK)
     try:
         return Mark(str(raw["job"]), int(raw["pid"]), raw["started"], str(raw["host"]))
@@ -68,14 +68,8 @@ def read_mark(run_dir: Path) -> Mark | None:
         return None
 
 
-class BackgroundBackend:
-    """Starts `holdfast run` in the background and watches it.
-
-    Args:
-        sleep: waits.
-        mono: monotonic seconds.
-        wall: Unix seconds.
-    """
+class BackgroundBackend(Backend):
+    """Starts `holdfast run` in the background and watches it."""
 
     name = "local"
 
@@ -88,18 +82,6 @@ class BackgroundBackend:
     ) -> None:
         self._sleep, self._mono, self._wall = sleep, mono, wall
         self._asked: set[str] = set()
-
-    def find_problems(
-        self, files: Mapping[str, str], *, without: Sequence[str] = ()
-    ) -> list[Problem]:
-        """Return nothing: `live_problems` has looked at this machine."""
-        del files, without
-        return []
-
-    def check(self, files: Mapping[str, str]) -> list[str]:
-        """Return nothing: this machine takes what it is given."""
-        del files
-        return []
 
     def submit(
         self,
@@ -121,7 +103,8 @@ class BackgroundBackend:
         log = run_dir / "logs" / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
-        pid = _spawn(argv, {**os.environ, "PYTHONPATH": _python_path()}, log)
+        env = {**os.environ, "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH"))}
+        pid = _spawn(argv, env, log)
 
         def has_begun() -> bool:
             mark = read_mark(run_dir)
@@ -136,21 +119,6 @@ class BackgroundBackend:
         # Not in time: a slow machine, of which status will tell.
         self._polled(has_begun, bool, for_s=_START_S)
         return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
-
-    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
-        """Return `run_dir`: the nodes are on this machine."""
-        del files
-        return str(run_dir)
-
-    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
-        """Return that they are there."""
-        del files
-        return False
-
-    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
-        """Return `job`: there are no arrays here."""
-        del index, run_dir
-        return job
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """Return where each stands, by its files and the table of processes."""
@@ -195,14 +163,6 @@ class BackgroundBackend:
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return the launcher's mark."""
         return {key: str(value) for key, value in read_json(Path(job.run_dir) / MARK).items()}
-
-    def events(self, job: JobRef) -> list[PlatformEvent]:
-        """Return nothing: all there is to tell is in the run's own events."""
-        del job
-        return []
-
-    def fetch(self, job: JobRef) -> None:
-        """Do nothing: what the run has written is there."""
 
 
 def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
@@ -258,11 +218,7 @@ def _status(run_dir: Path) -> JobStatus:
 
 
 def _interrupt(run_dir: Path) -> bool:
-    """Send SIGINT to the launcher; return False where none lives.
-
-    Raises:
-        PermanentError: it runs on another machine, or belongs to another user.
-    """
+    """Send SIGINT to the launcher; return False where none lives."""
     mark = read_mark(run_dir)
     if mark is None:
         return False
@@ -277,9 +233,3 @@ def _interrupt(run_dir: Path) -> bool:
     except PermissionError as error:
         raise PermanentError(f"process {mark.pid} of {run_dir} is another user's") from error
     return True
-
-
-def _python_path() -> str:
-    """Let the launcher import the packages this one runs from, also from a checkout."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

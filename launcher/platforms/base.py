@@ -11,16 +11,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NewType, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    import threading
-    from contextlib import AbstractContextManager
-
-    from elastic_trainer.board.kubernetes_board import Server
-    from launcher.platforms.commands import CommandResult
-    from launcher.spec.errors import Problem
-from typing import Final
+from typing import TYPE_CHECKING, Final, NewType, Protocol, runtime_checkable
 
 from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
@@ -29,6 +20,14 @@ from elastic_trainer.record.failures import (
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
+
+if TYPE_CHECKING:
+    import threading
+    from contextlib import AbstractContextManager
+
+    from elastic_trainer.board.kubernetes_board import Server
+    from launcher.platforms.commands import CommandResult
+    from launcher.spec.errors import Problem
 
 JobId = NewType("JobId", str)
 """The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
@@ -54,7 +53,7 @@ class JobState(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether it will not change by itself any more."""
+        """Whether it stays as it is."""
         return self not in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
 
 
@@ -68,9 +67,9 @@ class JobRef:
     run_dir: str = ""
     """The run it belongs to: what the platform keeps of the job names it."""
     cluster: str = ""
-    """Of several clusters that one platform speaks for; empty: the default one."""
+    """One of several clusters that the platform speaks for; empty: the default."""
     own_script: bool = False
-    """Its batch script is one of the user's own (`holdfast wrap`), which may lie anywhere."""
+    """Its batch script is one of the user's own (`holdfast wrap`), which may be anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ class JobStatus:
     words: str = ""
     """The same for people, with how to fix it where that is known; empty: nothing to say."""
     expected_start: float | None = None
-    """Of a pending job, where the scheduler has planned it."""
+    """When the scheduler plans to start a pending job."""
     submitted: float | None = None
     started: float | None = None
     ended: float | None = None
@@ -106,7 +105,7 @@ class JobStatus:
     num_nodes: int = 0
     """How many nodes it is to have; 0: not known."""
     batch_host: str = ""
-    """Of its nodes the one that runs the batch script, lost or not; empty: there is none."""
+    """The node that runs the batch script, lost or not; empty where none does."""
     restarts: int | None = None
     """How often the platform has put it back into the queue; None: it does not say."""
     source: str = ""
@@ -125,7 +124,8 @@ class Backend(Protocol):
     """Submits what was rendered and watches it. Everything else is in the run directory.
 
     Calls may raise UserError (what the user asked for cannot be had), TemporaryError (try
-    again later; calls have tried again themselves before) or PermanentError.
+    again later; calls have tried again themselves before) or PermanentError. Methods with a body
+    suit a platform of this machine's storage, without arrays.
     """
 
     @property
@@ -133,28 +133,22 @@ class Backend(Protocol):
         """Name of the target: slurm, kubernetes, local."""
 
     def check(self, files: Mapping[str, str]) -> list[str]:
-        """Ask the platform whether it would take this bundle; submit nothing.
-
-        Args:
-            files: file name -> text, as rendered.
-
-        Returns:
-            What it says about it, as the expected start; a line each.
-        """
+        """Ask the platform whether it would take this bundle; return the lines of its answer."""
+        del files
+        return []
 
     def find_problems(
         self, files: Mapping[str, str], *, without: Sequence[str] = ()
     ) -> list[Problem]:
         """Ask the platform, read-only and for seconds, what keeps this bundle from ever running.
 
-        Only what the platform itself would not refuse at once in clear words. What cannot be
-        asked is left out: nothing is raised, and no error is found where the job would run as
-        the platform is configured now. What it only has to wait for are warnings.
-
-        Args:
-            files: the bundle.
-            without: names of nodes that are not to be used, besides those of the bundle.
+        Only what the platform itself would not refuse at once in clear words. What cannot be asked
+        is left out: nothing is raised, and no error is found where the job would run as the
+        platform is configured now. What it only has to wait for are warnings. `without` names nodes
+        that are not to be used, besides those of the bundle.
         """
+        del files, without
+        return []
 
     def submit(
         self,
@@ -164,28 +158,27 @@ class Backend(Protocol):
         tasks: Sequence[int] | None = None,
         without: Sequence[str] = (),
     ) -> JobRef:
-        """Submit the bundle that lies in `run_dir`; when this raises, nothing was submitted.
+        """Submit the bundle in `run_dir`; when this raises, nothing was submitted.
 
-        Args:
-            run_dir: absolute, on storage the nodes share; `files` have been written into it.
-            files: file name, relative to `run_dir` -> text.
-            tasks: of an array only these; None: all there are, or it is none.
-            without: names of nodes that are not to be used, besides those of the bundle.
+        `run_dir` is absolute, on storage the nodes share; `files` have been written into it.
+        `tasks` limits an array to these. `without` names nodes that are not to be used, besides
+        those of the bundle.
         """
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
-        """Return where the nodes see `run_dir`; the same path where storage is shared.
-
-        Args:
-            run_dir: absolute.
-            files: the bundle.
-        """
+        """Return where the nodes see `run_dir`; the same path where storage is shared."""
+        del files
+        return str(run_dir)
 
     def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
         """Return whether board and secret of a run are elsewhere than in its directory."""
+        del files
+        return False
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of task `index` of the array `job`, whose run is `run_dir`."""
+        del index, run_dir
+        return job
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """Return where each of `jobs` stands, by one batched query.
@@ -208,9 +201,11 @@ class Backend(Protocol):
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
         """Return what the platform did with `job`, in order of time."""
+        del job
+        return []
 
     def fetch(self, job: JobRef) -> None:
-        """Bring what the run has written into `job.run_dir`; nothing to do where it is shared.
+        """Bring what the run has written into `job.run_dir`, where storage is not shared.
 
         Everything that reads a run directory calls this before.
         """
@@ -250,8 +245,7 @@ class Machines(Protocol):
     def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
         """Return all machines.
 
-        Args:
-            files: a bundle, which may name another cluster than the user's current one.
+        A bundle in `files` may name another cluster than the user's current one.
         """
 
     def register_server(self, of: Mapping[str, str] | JobRef) -> Server:

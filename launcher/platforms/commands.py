@@ -59,9 +59,7 @@ class Commands(Protocol):
 class SystemCommands:
     """Runs programs found on PATH.
 
-    Args:
-        env: the environment of every command; it decides the PATH too.
-        fix: program -> what a user without it can do.
+    `fix` says for a program what a user without it can do.
     """
 
     def __init__(

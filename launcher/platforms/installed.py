@@ -35,10 +35,8 @@ def install_line(extra: str = "") -> str:
 def need(what: str, *packages: str, extra: str = "") -> None:
     """Check that packages can be imported.
 
-    Args:
-        what: what needs them, for the message.
-        packages: their names.
-        extra: the extra of this distribution that has them; none: it needs them itself.
+    `what` needs them, for the message; `extra` is the extra of this distribution that has them,
+    empty: it needs them itself.
 
     Raises:
         UserError: HF632 one is not there.

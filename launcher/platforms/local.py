@@ -389,7 +389,7 @@ class Process:
 
 
 def process_table(proc: Path = Path("/proc")) -> list[Process]:
-    """Return every process that can be seen; those that end meanwhile are left out."""
+    """Return every process that can be seen; without those that end meanwhile."""
     table = []
     for entry in os.scandir(proc):
         if not entry.name.isdigit():
@@ -418,7 +418,7 @@ def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]
 
 
 def child_named(parent: int, name: str, proc: Path = Path("/proc")) -> int | None:
-    """Return the child of process `parent` that calls itself `name`; None: there is none.
+    """Return the child of process `parent` that calls itself `name`, or None.
 
     What a child forks may have the same name, but has another parent.
     """

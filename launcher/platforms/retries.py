@@ -79,12 +79,7 @@ def insist(
 ) -> _Result:
     """Return what `call` returns; after each TemporaryError it is called again, for ever.
 
-    Args:
-        call: may raise anything; only a TemporaryError is tried again.
-        first_wait_s: wait after the first failure; it doubles.
-        longest_wait_s: it doubles up to here.
-        on_error: called with each error before the wait.
-        sleep: how to wait.
+    The first wait doubles up to `longest_wait_s`. `on_error` is called before each.
     """
     import tenacity
 
@@ -109,13 +104,8 @@ def polled(
 ) -> _Result:
     """Look again and again until `until(what was seen)`; return what was seen last.
 
-    Args:
-        look: what it raises ends the polling.
-        until: whether to stop.
-        for_s: no new look begins this many seconds after the first one began; infinity: no limit.
-        every_s: wait between two looks.
-        sleep: how to wait.
-        mono: monotonic seconds.
+    No new look begins `for_s` seconds after the first one began; infinity: no limit. What `look`
+    raises ends the polling.
     """
     import tenacity
 

@@ -50,10 +50,7 @@ class Target:
     def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
         """Check what the renderer would refuse; nothing is rendered.
 
-        Args:
-            spec: the checked job.
-            plan: its plan.
-            places: run_id, run_dir and base_dir, as the renderer's.
+        `places` are run_id, run_dir and base_dir, as the renderer's.
 
         Raises:
             UserError: what the renderer would raise.

@@ -20,7 +20,7 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
-from launcher.platforms.kubernetes.machines import REASON
+from launcher.platforms.kubernetes.status_text import DRAIN_REASON
 
 KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
 _GONE_S = 180.0
@@ -98,7 +98,7 @@ class Cluster:
                     self.rbac.delete_cluster_role_binding(name)
                     self.rbac.delete_cluster_role(name)
             for node in self.nodes():
-                gone = {"metadata": {"annotations": {REASON: None}}}
+                gone = {"metadata": {"annotations": {DRAIN_REASON: None}}}
                 self.core.patch_node(node, {**gone, "spec": {"unschedulable": None}})
             self._delete_jobs()
             self.core.delete_namespace(self.namespace, grace_period_seconds=0)

@@ -1,31 +1,45 @@
-"""What keeps a cluster from running a job whose documents it takes: (job, cluster) -> problems.
+"""What keeps a cluster from running a job whose documents it takes.
 
-Pure. The server's dry run of a job's documents sees neither its pods nor what they name. What is
-not known is not judged.
+The server's dry run of a job's documents sees neither its pods nor what they name. `look_at` asks
+the cluster, `problems` judges the answers; what is not known is not judged.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 from elastic_trainer.plan.ladder import Ladder
-from launcher.platforms.kubernetes.documents import Bundle, Object, Resource
+from launcher.platforms.kubernetes.api import GLANCE, KubernetesApi
+from launcher.platforms.kubernetes.documents import (
+    CONFIG_MAP,
+    NODE,
+    POD,
+    SECRET,
+    Bundle,
+    Object,
+    Resource,
+    resource_of,
+)
+from launcher.platforms.kubernetes.errors import missing_right
 from launcher.platforms.kubernetes.pods import label_of, name_of
 from launcher.render.kubernetes_names import CLAIM_VOLUME, QUEUE_LABEL, SECRET_VOLUME
-from launcher.spec.errors import Problem, Where
+from launcher.spec.errors import PlatformError, Problem, UserError, Where
 
 CLAIM: Final = Resource("v1", "persistentvolumeclaims")
 STORAGE_CLASS: Final = Resource("storage.k8s.io/v1", "storageclasses")
 QUEUES: Final = tuple(
     Resource(f"kueue.x-k8s.io/{version}", "localqueues") for version in ("v1beta2", "v1beta1")
 )
-_SECRETS: Final = (Resource("v1", "secrets"),)
-_CONFIG_MAPS: Final = (Resource("v1", "configmaps"),)
+_SECRETS: Final = (SECRET,)
+_CONFIG_MAPS: Final = (CONFIG_MAP,)
 _KEYS: Final = {
     "cpu": "kubernetes.cpus",
     "memory": "kubernetes.memory",
@@ -62,9 +76,9 @@ class KubernetesCluster:
     """What a cluster says; what it does not say is empty."""
 
     missing: Sequence[Named] = ()
-    """Of `named` those that it does not have."""
+    """Objects of `named` that it lacks."""
     claims: Sequence[Object] = ()
-    """Of the claims that the pods mount those that are there."""
+    """Claims that the pods mount and that exist."""
     quotas: Sequence[Object] = ()
     nodes: Sequence[Object] | None = None
     """With the labels that pods ask for; None: not known."""
@@ -85,7 +99,7 @@ class PodsRequest:
     """Pods of its smallest layout."""
     namespace: str
     resources: Mapping[str, Decimal] = field(default_factory=dict)
-    """Of a pod, at least, in the names of nodes' resources."""
+    """The least a pod needs, in the names of nodes' resources."""
 
     @property
     def spec(self) -> Object:
@@ -97,10 +111,7 @@ class PodsRequest:
 def request_of(bundle: Bundle, job_json: str, namespace: str) -> PodsRequest:
     """Return what a bundle asks for.
 
-    Args:
-        bundle: what was rendered.
-        job_json: of the run; its ladder says which pods suffice.
-        namespace: where it goes.
+    The ladder of `job_json` says how many pods suffice.
     """
     try:
         least = Ladder.from_ranges(json.loads(job_json)["ladder"]).min_nodes
@@ -115,7 +126,7 @@ def request_of(bundle: Bundle, job_json: str, namespace: str) -> PodsRequest:
 
 
 def quantity(value: object) -> Decimal:
-    """Return the number that 250m, 1800Gi or 8 stands for; of what is none, 0."""
+    """Return the number that 250m, 1800Gi or 8 means; 0 for anything else."""
     from kubernetes.utils.quantity import parse_quantity
 
     try:
@@ -356,3 +367,124 @@ def _shown(number: Decimal) -> str:
         if number >= size and number % size == 0:
             return f"{int(number) // size}{unit}"
     return f"{number.normalize():f}"
+
+
+# -- Asking the cluster, read-only and for seconds -------------------------------------------------
+# All questions are asked together. What cannot be had is left out: the user may not read it, the
+# cluster does not know it, or does not answer.
+
+
+_Answer = TypeVar("_Answer")
+
+NODES_S: Final = 5.0
+"""No further page of nodes is asked for after this."""
+_QUOTA: Final = Resource("v1", "resourcequotas")
+_REVIEW: Final = Resource("authorization.k8s.io/v1", "selfsubjectaccessreviews")
+
+
+def look_at(api: KubernetesApi, request: PodsRequest) -> KubernetesCluster:
+    """Return what the cluster says that concerns a job; nothing is raised."""
+    api = api.with_patience(GLANCE)
+    space = request.namespace
+    wanted = named(request.bundle)
+    with ThreadPoolExecutor() as pool:
+        quotas = pool.submit(_known, lambda: api.list_all(_QUOTA, space)[0])
+        nodes = pool.submit(_known, partial(_list_nodes, api, request))
+        refused = pool.submit(_known, partial(_try_pod, api, request))
+        right = pool.submit(_known, partial(_lacking, api, request))
+        claims = [one for one in wanted if one.versions == (CLAIM,)]
+        there = list(pool.map(lambda one: _look_at_claim(api, space, one), claims))
+        lacking = pool.map(lambda one: _lacks(api, space, one), wanted)
+        classes = [one for _, one in there if one is not None]
+        without = pool.map(lambda one: _lacks(api, "", one), classes)
+        said, no_namespace = refused.result() or ("", False)
+        return KubernetesCluster(
+            missing=[one for one, lacks in zip(wanted, lacking, strict=True) if lacks]
+            + [one for one, lacks in zip(classes, without, strict=True) if lacks],
+            claims=[found for found, _ in there if found is not None],
+            quotas=quotas.result() or (),
+            nodes=nodes.result(),
+            no_namespace=no_namespace,
+            pod_refused=said,
+            lacks_right=right.result() or "",
+        )
+
+
+def _known(ask: Callable[[], _Answer]) -> _Answer | None:
+    try:
+        return ask()
+    except (UserError, PlatformError):
+        return None
+
+
+def _lacks(api: KubernetesApi, namespace: str, wanted: Named) -> bool:
+    """Whether the cluster says that it has no such object, in any version."""
+    found: Sequence[bool | None] = [
+        _known(partial(api.exists, each, namespace, wanted.name)) for each in wanted.versions
+    ]
+    return all(each is False for each in found)
+
+
+def _look_at_claim(
+    api: KubernetesApi, namespace: str, wanted: Named
+) -> tuple[Object | None, Named | None]:
+    """Return a claim, and the storage class that it waits for."""
+    found = _known(lambda: api.get(CLAIM, namespace, wanted.name))
+    waits_for = class_of(found) if found else ""
+    # Volumes that are there may name a class of which there is no object.
+    waits = Named((STORAGE_CLASS,), waits_for, wanted.key, needed=False)
+    return found, waits if waits_for else None
+
+
+def _list_nodes(api: KubernetesApi, request: PodsRequest) -> list[Object] | None:
+    """Return nodes with the labels that pods ask for: all, or as many as are room enough.
+
+    None: there are too many to be listed in time.
+    """
+    labels = ",".join(f"{k}={v}" for k, v in (request.spec.get("nodeSelector") or {}).items())
+    found: list[Object] = []
+    end, room = time.monotonic() + NODES_S, 0
+    for page in api.pages(NODE, "", labels=labels):
+        found += page
+        room += sum(fit_on(node, request) for node in page)
+        if room >= request.bundle.num_pods:
+            return found
+        if time.monotonic() > end:
+            return None
+    return found
+
+
+def _try_pod(api: KubernetesApi, request: PodsRequest) -> tuple[str, bool]:
+    """Return what the server says to one of the pods, and if that is for want of the namespace."""
+    try:
+        api.create(POD, request.namespace, sample_pod(request), dry_run=True)
+    except UserError as error:
+        return error.message, error.code == "HF755"
+    return "", False
+
+
+def _lacking(api: KubernetesApi, request: PodsRequest) -> str:
+    """Return the right that `submit` comes to need only once it has made something.
+
+    All others the dry run of the documents asks for.
+    """
+    if len(request.bundle.documents) < 2:
+        return ""
+    resource = resource_of(request.bundle.documents[0])
+    about = {
+        "namespace": request.namespace,
+        "verb": "patch",
+        "group": resource.group,
+        "name": name_of(request.bundle.documents[0]),  # Roles may name what they are about
+    }
+    review = {
+        "apiVersion": _REVIEW.api,
+        "kind": "SelfSubjectAccessReview",
+        "metadata": {},
+        "spec": {"resourceAttributes": about | {"resource": resource.plural}},
+    }
+    answer = api.create(_REVIEW, "", review)
+    status = answer.get("status") or {}
+    if status.get("allowed") is not False or status.get("evaluationError"):
+        return ""
+    return missing_right("patch", resource.name, request.namespace)

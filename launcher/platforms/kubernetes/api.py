@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -28,8 +29,9 @@ from launcher.platforms.kubernetes.errors import (
     UnreachableError,
     refusal,
 )
+from launcher.platforms.kubernetes.pods import name_of
 from launcher.platforms.retries import retried
-from launcher.spec.errors import HoldfastError, UserError
+from launcher.spec.errors import HoldfastError, TemporaryError, UserError
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -68,12 +70,7 @@ GLANCE: Final = ApiPatience(connect_s=3.0, read_s=5.0, retry_s=0.0)
 class KubernetesApi:
     """Calls of one cluster, as one user.
 
-    Args:
-        client: the official client's.
-        context: name of the kubeconfig's context; empty: of the cluster this runs in.
-        namespace: the context's.
-        patience: time-outs.
-        sleep: waits between tries.
+    `context` is the kubeconfig's, empty: of the cluster this runs in; `namespace` the context's.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class KubernetesApi:
         )
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        """Return an object; None: there is none of that name."""
+        """Return an object, or None without one of that name."""
         try:
             return self._object("GET", self._call("get", resource, namespace, name))
         except NotThereError:
@@ -126,14 +123,7 @@ class KubernetesApi:
     def list_all(
         self, resource: Resource, namespace: str, *, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
-        """Return all objects that match, and the version to watch from.
-
-        Args:
-            resource: kind of objects.
-            namespace: where.
-            labels: label selector.
-            fields: field selector.
-        """
+        """Return all objects that match, and the version to watch from."""
         call = self._call("list", resource, namespace)
         selected = _selected(labels, fields)
         try:
@@ -180,12 +170,8 @@ class KubernetesApi:
     ) -> bool:
         """Delete an object, then what belongs to it; return False where there is none.
 
-        Args:
-            resource: kind of object.
-            namespace: where.
-            name: its name.
-            uid: only if it is still this one.
-            grace_s: seconds its processes get; None: what it says itself.
+        With `uid` only if it is still this one. `grace_s` is what its processes get; None: what it
+        says itself.
         """
         options: Object = {"propagationPolicy": "Background"}
         if uid:
@@ -320,11 +306,7 @@ class KubernetesApi:
     ) -> Object:
         """Return the object that a request is answered with; after temporary failures again.
 
-        Args:
-            method: of HTTP.
-            call: what it is for.
-            repeatable: also after a request that may have been carried out.
-            options: see `_send`.
+        `repeatable`: also after a request that may have been carried out.
         """
 
         def once() -> Object:
@@ -368,15 +350,8 @@ class KubernetesApi:
     ) -> Any:
         """Send one request; return urllib3's response, of which nothing has been read.
 
-        Args:
-            method: of HTTP.
-            call: what it is for.
-            path: on the server; empty: of the call's object, or of all of its kind.
-            query: of the request.
-            body: of the request.
-            content_type: of the body.
-            accept: content type of the answer.
-            read_s: longest silence; None: as for all.
+        `path` is by default that of the call's object, or of all of its kind; `read_s` is the
+        longest silence.
         """
         name = "" if method == "POST" else call.name
         limits = (self._patience.connect_s, read_s or self._patience.read_s)
@@ -427,13 +402,6 @@ def connect(
 
     As kubectl does: the kubeconfig ($KUBECONFIG, else ~/.kube/config); in a pod without one, the
     pod's own service account.
-
-    Args:
-        context: of the kubeconfig; empty: its current one.
-        env: environment; None: this process's.
-        patience: time-outs.
-        sleep: waits between tries.
-        pod_files: what a pod is given.
 
     Raises:
         UserError: HF632 the package is not installed; HF750 there is no kubeconfig; HF751 it has
@@ -531,3 +499,87 @@ def _broken(error: BaseException, server: str) -> HoldfastError:
 
 def _flat(error: BaseException) -> str:
     return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+# -- Waiting for objects ---------------------------------------------------------------------------
+# A watch is a list and what changes after it. The server ends watches as it likes, and says 410
+# when it has forgotten the version to continue from; then the list is taken again. So the caller
+# sees the newest state, whatever happens in between.
+
+
+_ROUND_S: Final = 240.0
+"""The server is asked to end a watch by itself after this; proxies cut longer ones."""
+_QUICK_WATCH_S: Final = 1.0
+"""A watch that ends sooner is not begun again at once."""
+
+
+def watch_until(
+    api: KubernetesApi,
+    resource: Resource,
+    namespace: str,
+    good: Callable[[dict[str, Object]], bool],
+    *,
+    for_s: float,
+    labels: str = "",
+    fields: str = "",
+    sleep: Callable[[float], None] = time.sleep,
+    mono: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Return whether objects become as `good` wants them within `for_s` seconds.
+
+    `good` is asked about the objects by name: as they are now, and after each change.
+
+    Raises:
+        UserError, PlatformError: the cluster cannot be asked; what `good` raises.
+    """
+    end = mono() + for_s
+    seen = _WatchedObjects(partial(api.list_all, resource, namespace, labels=labels, fields=fields))
+    watch = partial(api.watch, resource, namespace, labels=labels, fields=fields)
+
+    def until_the_end() -> bool:
+        while (began := mono()) < end or seen.version is None:
+            try:
+                if seen.listed() and good(seen.objects):
+                    return True
+                assert seen.version is not None, "they are listed"
+                seconds = max(1, int(min(end - began, _ROUND_S)))
+                for event in watch(version=seen.version, seconds=seconds):
+                    if seen.changed(*event) and good(seen.objects):
+                        return True
+            except GoneError:  # it was away for too long
+                seen.version = None
+            if mono() - began < _QUICK_WATCH_S:
+                sleep(_QUICK_WATCH_S)
+        return False
+
+    try:
+        return retried(until_the_end, for_s=for_s, sleep=sleep)
+    except TemporaryError:  # time is up
+        return False
+
+
+@dataclass(slots=True)
+class _WatchedObjects:
+    """What is known of the objects."""
+
+    list_all: Callable[[], tuple[list[Object], str]]
+    version: str | None = None
+    """None: they are to be listed."""
+    objects: dict[str, Object] = field(default_factory=dict)
+
+    def listed(self) -> bool:
+        """List the objects, where that is needed; return whether it was."""
+        if self.version is not None:
+            return False
+        items, self.version = self.list_all()
+        self.objects = {name_of(item): item for item in items}
+        return True
+
+    def changed(self, kind: str, found: Object) -> bool:
+        """Take in one event; return whether an object has changed."""
+        self.version = (found.get("metadata") or {}).get("resourceVersion") or self.version
+        if kind == "DELETED":
+            self.objects.pop(name_of(found), None)
+        elif kind != "BOOKMARK":
+            self.objects[name_of(found)] = found
+        return kind != "BOOKMARK"

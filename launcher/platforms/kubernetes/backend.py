@@ -18,11 +18,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
-from launcher.platforms.base import JobId, JobRef, JobState, JobStatus, Machine, PlatformEvent
+from launcher.platforms.base import (
+    Backend,
+    JobId,
+    JobRef,
+    JobState,
+    JobStatus,
+    Machine,
+    PlatformEvent,
+)
 from launcher.platforms.commands import CommandResult
-from launcher.platforms.kubernetes.admission import problems, request_of
-from launcher.platforms.kubernetes.api import KubernetesApi, connect
-from launcher.platforms.kubernetes.ask import look_at
+from launcher.platforms.kubernetes.admission import look_at, problems, request_of
+from launcher.platforms.kubernetes.api import KubernetesApi, connect, watch_until
 from launcher.platforms.kubernetes.documents import (
     EVENT,
     MANAGED_BY,
@@ -39,7 +46,6 @@ from launcher.platforms.kubernetes.documents import (
     stamped,
 )
 from launcher.platforms.kubernetes.files import Fetched
-from launcher.platforms.kubernetes.machines import REASON, of_nodes
 from launcher.platforms.kubernetes.pods import (
     OUTLIVED_S,
     has_ended,
@@ -54,10 +60,16 @@ from launcher.platforms.kubernetes.pods import (
     time_of,
     trouble_of,
 )
-from launcher.platforms.kubernetes.status_text import ApiView, description_of, events_of, status_of
+from launcher.platforms.kubernetes.status_text import (
+    DRAIN_REASON,
+    ApiView,
+    as_machines,
+    description_of,
+    events_of,
+    status_of,
+)
 from launcher.platforms.kubernetes.storage import Storage
 from launcher.platforms.kubernetes.submit import Creation
-from launcher.platforms.kubernetes.watch import watch_until
 from launcher.record import stop_request
 from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
 from launcher.render.local import JOB_FILE, MANIFESTS
@@ -85,15 +97,8 @@ _DRAIN_OPTIONS: Final = (
 _FILES: Final = (JOB_FILE, MANIFESTS)
 
 
-class KubernetesBackend:
-    """Submits RUN/manifests.yaml, whose documents say of which kind it is, and watches the job.
-
-    Args:
-        connected: returns the client of a context.
-        sleep: waits.
-        mono: monotonic seconds.
-        wall: Unix seconds.
-    """
+class KubernetesBackend(Backend):
+    """Submits RUN/manifests.yaml, whose documents say of which kind it is, and watches the job."""
 
     def __init__(
         self,
@@ -147,7 +152,7 @@ class KubernetesBackend:
     def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
         """Return the nodes of the bundle's cluster, or of the current context's."""
         context = "" if files is None else read_bundle(files).context
-        return of_nodes(self._api(context).list_all(NODE, "")[0])
+        return as_machines(self._api(context).list_all(NODE, "")[0])
 
     def register_server(self, of: Mapping[str, str] | JobRef) -> KubernetesApi:
         """Return the client of the cluster of a bundle or a job."""
@@ -165,7 +170,7 @@ class KubernetesBackend:
         api = self._api("")
         # With the date: nothing takes the annotation away when the node is uncordoned.
         said = f"{reason} [{time.strftime('%Y-%m-%d %H:%M', time.localtime(self._wall()))}]"
-        about = {"metadata": {"annotations": {REASON: said}}, "spec": {"unschedulable": True}}
+        about = {"metadata": {"annotations": {DRAIN_REASON: said}}, "spec": {"unschedulable": True}}
         try:
             for name in names:
                 api.patch(NODE, "", name, about)
@@ -249,11 +254,6 @@ class KubernetesBackend:
                     with contextlib.suppress(UserError, PlatformError):  # the first error counts
                         storage.drop(pod)
                 raise
-
-    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
-        """Return `job`: there are no arrays here."""
-        del index, run_dir
-        return job
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """Return where each of `jobs` stands; see `Backend.status`."""
@@ -365,7 +365,7 @@ class KubernetesBackend:
 
     @contextlib.contextmanager
     def noticing(self, job: JobRef) -> Iterator[threading.Event]:
-        """Set the event whenever the job or a pod of it changes; see `Notices`.
+        """Set the event whenever the job or a pod of it changes.
 
         Who may not watch, or cannot, is not notified: polling continues anyway.
         """
@@ -464,13 +464,7 @@ class KubernetesBackend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """Looks at jobs of one namespace.
-
-    Args:
-        api: the cluster.
-        namespace: where.
-        now_unix: the time.
-    """
+    """Looks at jobs of one namespace."""
 
     api: KubernetesApi
     namespace: str
@@ -479,9 +473,7 @@ class _Look:
     def at(self, bundles: Mapping[str, Bundle], *, details: bool = False) -> dict[str, ApiView]:
         """Return what there is of jobs, by name.
 
-        Args:
-            bundles: name of the job -> what was submitted.
-            details: also events of jobs that are well.
+        With `details` also events of jobs that are well.
 
         Raises:
             UserError, PlatformError: the cluster cannot be asked.

@@ -7,6 +7,8 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, Final
 
 from launcher.render.kubernetes_names import (
@@ -95,6 +97,14 @@ MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
 }
 """Kind of the job -> what its controllers make, all with the run's label."""
 
+_IN_JOBSET: Final = ("replicatedJobs", 0, "template", "spec", "template")
+_TEMPLATES: Final[dict[str, Sequence[Any]]] = {
+    "PyTorchJob": ("pytorchReplicaSpecs", "Worker", "template"),
+    "JobSet": _IN_JOBSET,
+    "TrainingRuntime": ("template", "spec", *_IN_JOBSET),
+}
+"""Where a document's spec has the template of the pods."""
+
 TARGETS: Final = {kind: target for target, kind in KINDS.items()}
 """Kind of the job -> name of the target."""
 
@@ -168,9 +178,6 @@ class Bundle:
 def read_bundle(files: Mapping[str, str]) -> Bundle:
     """Return what a bundle's manifests say.
 
-    Args:
-        files: file name -> text; the job file, where it is there, names the context.
-
     Raises:
         UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
     """
@@ -210,17 +217,8 @@ def resource_of(document: Mapping[str, Any]) -> Resource:
 def template_of(documents: Sequence[Mapping[str, Any]]) -> Object:
     """Return the template of the pods, from the job or from its TrainingRuntime."""
     for document in reversed(documents):
-        spec = document.get("spec") or {}
-        found: Object
-        if document["kind"] == "PyTorchJob":
-            found = spec["pytorchReplicaSpecs"]["Worker"]["template"]
-            return found
-        if document["kind"] == "JobSet":
-            found = spec["replicatedJobs"][0]["template"]["spec"]["template"]
-            return found
-        if document["kind"] == "TrainingRuntime":
-            jobs = spec["template"]["spec"]["replicatedJobs"]
-            found = jobs[0]["template"]["spec"]["template"]
+        if path := _TEMPLATES.get(document["kind"]):
+            found: Object = reduce(getitem, path, document.get("spec") or {})
             return found
     raise KeyError("TrainingRuntime")
 
@@ -254,15 +252,9 @@ def stamped(
 ) -> list[Object]:
     """Return the documents as they are sent: with namespace, attempt and a mark of this call.
 
-    And with the run's Secret before the job, where its pods mount one.
-
-    Args:
-        bundle: what was rendered; it is left as it is.
-        namespace: where they go, where they do not say so themselves.
-        attempt: number of the submission, from 0.
-        submission: what is made by this call and by no other.
-        without: nodes that its pods are kept off, besides those of `kubernetes.exclude`.
-        secret: random bytes, for this submission alone.
+    And with the run's Secret before the job, where its pods mount one. `attempt` is the number of
+    the submission, from 0; `submission` marks what this call makes; `without` names nodes to keep
+    off, besides those of `kubernetes.exclude`; `secret` is random bytes, for this submission alone.
     """
     documents = copy.deepcopy(list(bundle.documents))
     if mounted := mounted_secret(documents):
@@ -343,11 +335,7 @@ def moved(value: Any, old: str, new: str) -> Any:
 def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> Object:
     """Return a pod that only holds the run's storage: same image, claim and user, no GPU.
 
-    Args:
-        bundle: of the run.
-        namespace: where it goes.
-        name: its name.
-        lives_s: it ends by itself after so many seconds, should nobody remove it.
+    It ends by itself after `lives_s`, should nobody remove it.
     """
     spec, container = bundle.template["spec"], bundle.container
     wanted = _claims(spec)

@@ -20,9 +20,9 @@ from launcher.spec.errors import HoldfastError, PermanentError, TemporaryError, 
 ROLE: Final = "holdfast-submitter"
 """The Role in manifests/ that grants what the launcher asks for."""
 ACCOUNTS_ROLE: Final = "holdfast-accounts"
-"""The one for runs that have an account of their own."""
+"""The Role for runs with an account of their own."""
 SECRETS_ROLE: Final = "holdfast-secrets"
-"""The one for runs whose board is a ConfigMap."""
+"""The Role for runs whose board is a ConfigMap."""
 NODES_ROLE: Final = "holdfast-nodes"
 """The ClusterRole for looking at nodes."""
 OPERATOR_ROLE: Final = "holdfast-operator"
@@ -64,15 +64,13 @@ class ConflictError(PermanentError):
 
 
 class GoneError(PermanentError):
-    """The server has forgotten that state (410): list anew."""
+    """The server has forgotten that state (410): list again."""
 
 
 class BusyError(TemporaryError):
     """The server is busy or away; nothing was done.
 
-    Args:
-        message: for people.
-        retry_after_s: when it wants to be asked again; None: it did not say.
+    `retry_after_s`: when it wants to be asked again; None: it did not say.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -108,14 +106,7 @@ class Call:
 
 
 def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> HoldfastError:
-    """Return the error for an answer of the API server that is none of success.
-
-    Args:
-        call: what was asked.
-        status: of HTTP.
-        body: of the answer; a Status object, or any text.
-        headers: of the answer; names in any case.
-    """
+    """Return the error for an answer of the API server other than success."""
     answer = _status(body)
     message = " ".join(str(answer.get("message") or body or f"HTTP {status}").split())[:1000]
     found: HoldfastError
@@ -212,12 +203,8 @@ def missing_right(
 ) -> str:
     """Return that a right is missing, and what grants it.
 
-    Args:
-        verb: as in rules of Roles.
-        resource: as names of CRDs have it.
-        namespace: where; empty: in all of the cluster.
-        who: the user; empty: not known.
-        said: what else is known.
+    An empty `namespace` is all of the cluster. `resource` is written as in names of CRDs, `verb` as
+    in rules of Roles.
     """
     plain, user = resource.partition(".")[0], shlex.quote(who) if who else "YOU"
     if not namespace:  # nodes, and the pods of all namespaces

@@ -43,13 +43,7 @@ class ExecFailedError(PermanentError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodExec:
-    """Commands in pods, beside what runs there.
-
-    Args:
-        api: the cluster.
-        namespace: the pods'.
-        container: which of a pod's containers.
-    """
+    """Commands in pods, beside what runs there."""
 
     api: KubernetesApi
     namespace: str
@@ -66,12 +60,8 @@ class PodExec:
     ) -> CommandResult:
         """Run a command in a pod to its end.
 
-        Args:
-            pod: its name.
-            argv: the command; no shell reads it.
-            stdin: open file that it is given, to be read to a length that it knows.
-            out: takes what it writes to stdout as it comes; None: it is in the answer.
-            timeout_s: for all of it, once the connection is open.
+        `stdin` is an open file, read to a length that the command knows; `out` takes stdout as it
+        comes, None: it is in the answer. `timeout_s` counts once the connection is open.
 
         Raises:
             UserError: HF753 no right to; HF755 no such namespace.
@@ -190,17 +180,7 @@ def _text(data: bytes) -> str:
 def _frames(
     socket: Any, pod: str, stdin: int | None, timeout_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield channel and bytes of what comes until the command ends; send it what `stdin` gives.
-
-    Args:
-        socket: a websocket-client's WebSocket, connected.
-        pod: its name.
-        stdin: file descriptor; None: nothing is sent.
-        timeout_s: for all of it.
-
-    Raises:
-        ExecFailedError: it did not end in time, or the connection broke off.
-    """
+    """Yield channel and bytes of what comes until the command ends; send it what `stdin` gives."""
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketException
 
     end = time.monotonic() + timeout_s

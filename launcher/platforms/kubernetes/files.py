@@ -25,7 +25,7 @@ from launcher.spec.errors import PermanentError
 STATE: Final = ".fetched.json"
 STOP_JSON: Final = "stop.json"
 MOST_LOG_BYTES: Final = 8 << 20
-"""Of a log that was never brought the last bytes: runs of months have logs of gigabytes."""
+"""The end of a log that is brought first: runs of months have logs of gigabytes."""
 _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 """Folders that nodes alone write; events are the launcher's too."""
 
@@ -44,7 +44,7 @@ class Fetched:
 
     @classmethod
     def load(cls, run_dir: Path) -> Fetched:
-        """Read it; one that is damaged is none: everything is brought anew."""
+        """Read it; one that is damaged is none: everything is brought again."""
         raw, keys = read_json(run_dir / STATE), ("inode", "offset", "mtime_ns", "size")
         try:
             files = {
@@ -130,11 +130,7 @@ class Fetched:
     def add_log(self, name: str, text: str, *, t_unix: float | None) -> None:
         """Add what a pod has written to RUN/logs/pods/<name>.log.
 
-        Args:
-            name: of the pod.
-            text: whole lines.
-            t_unix: when the last of them was written, which the file shows too: logs are shown
-                in the order in which they were written; None: not known.
+        The file shows `t_unix`, when the last line was written: logs are shown in that order.
         """
         safe_parts(name)
         path = self.run_dir / "logs" / "pods" / f"{name}.log"
@@ -174,15 +170,9 @@ def upload(
     """Write to `out` what `launcher.node.files put` is to have of a local run directory.
 
     Paths in its JSON files are changed to what the pods see. What came from there stays here, and
-    what begins with a dot: it is ours, or being written.
-
-    Args:
-        run_dir: the local run directory.
-        there: where the pods see it.
-        out: a file.
-        fresh: there must be no run yet.
-        known: paths that were brought from there.
-        only: pattern of what is to go, in the run directory itself.
+    what begins with a dot: it is ours, or being written. `there` is where the pods see it; `known`
+    has paths that were brought from there; `only` is a pattern in the run directory itself. With
+    `fresh` there must be no run yet.
 
     Raises:
         OSError: a file cannot be read.

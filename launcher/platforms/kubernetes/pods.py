@@ -20,7 +20,7 @@ _TRACKED: Final = "batch.kubernetes.io/job-tracking"
 DONE: Final = ("Succeeded", "Completed", "Complete")
 """Conditions of a job that has done its work: PyTorchJob, JobSet, TrainJob."""
 _MOST_CHARS: Final = 400
-"""Of a message of the platform's."""
+"""The longest message of the platform that is shown."""
 
 _WAITING: Final[dict[str, str]] = {
     "ImagePullBackOff": "its image cannot be pulled; fix kubernetes.image, or name a secret for "
@@ -43,11 +43,11 @@ _PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
 
 OUTLIVED_S: Final = 600.0
 """An end says nothing any more of a pod that has run for so long since; as
-`launcher/node/pod.py:LIVED_S`, where the count of failures begins anew."""
+`launcher/node/pod.py:LIVED_S`, where the count of failures starts over."""
 _PLAIN: Final = ("", "Error", "Completed")
 """Reasons of an end that say no more than its code."""
 _OUR_CODES: Final = (91, 92, 93, 94, 143)
-"""Of agents, and of pods that ask to be made anew: by themselves no failure of a start."""
+"""Codes of agents, and of pods that ask to be made again: no failed start by themselves."""
 NEVER_RAN: Final = ("StartError", "ContainerCannotRun", "RunContainerError")
 """Reasons of an end before the container's first instruction (containerd, cri-o, dockershim)."""
 _CANNOT_START: Final = (
@@ -166,7 +166,7 @@ def text_of(value: Any) -> str:
 
 
 def time_of(value: Any) -> float | None:
-    """Return a time of the API (RFC 3339) in Unix seconds; None: there is none."""
+    """Return a time of the API (RFC 3339) in Unix seconds, or None."""
     try:
         found = datetime.fromisoformat(str(value))
     except ValueError:
@@ -195,7 +195,7 @@ def joined(reason: str, message: str) -> str:
 
 
 def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
-    """Return the condition `kind` of an object, whatever its status; None: there is none."""
+    """Return the condition `kind` of an object, whatever its status, or None."""
     for found in (thing.get("status") or {}).get("conditions") or ():
         if isinstance(found, dict) and found.get("type") == kind:
             return found
@@ -282,11 +282,8 @@ def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
     """Whether a pod that should run has a node that does not answer, so it counts for nothing.
 
     Where nobody may ask about nodes the pod says it: its containers are ready and it is not, for
-    the control plane alone says the one (MarkPodsNotReady), the kubelet both.
-
-    Args:
-        pod: the pod.
-        ready: node -> whether it answers, of the nodes that were asked about.
+    the control plane alone says the one (MarkPodsNotReady), the kubelet both. `ready` says whether
+    a node answers, of those that were asked about.
     """
     if not is_alive(pod):
         return False
@@ -327,12 +324,8 @@ def trouble_of(
 ) -> Trouble | None:
     """Return what keeps `pod` from running; None: nothing, or nothing that is known.
 
-    Args:
-        pod: the pod.
-        events: events of the namespace, any.
-        ready: node -> whether it answers, of the nodes that were asked about.
-        now_unix: the time.
-        job_ends: its whole job has been deleted.
+    `events` are any of the namespace; `ready` says whether a node answers, of those that were asked
+    about; `job_ends`: its whole job has been deleted.
     """
     name, phase = name_of(pod), phase_of(pod)
     stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
@@ -408,9 +401,7 @@ def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
 def told_ends(events: Iterable[Object], job: Object) -> list[PodFailure]:
     """Return how containers ended whose pods were replaced, as the training operator told.
 
-    Args:
-        events: of the namespace, any.
-        job: a PyTorchJob; what was told before it was made is of a former one.
+    What was told before `job`, a PyTorchJob, was made is of a former one.
     """
     found, since = [], made_at(job) or 0.0
     for event in events:
@@ -441,12 +432,8 @@ def bad_ends(
     """Return pods -> how their containers were ended, or could not start, not long ago.
 
     Of each place in the job the newest pod counts, and the newest end, its own or of one before it.
-    Pods that ask to be made anew (143), as after a drain, are not in trouble.
-
-    Args:
-        pods: of the job.
-        told: further ends, of pods that are gone.
-        now_unix: the time.
+    Pods that ask to be made again (143), as after a drain, are not in trouble. `told` has further
+    ends, of pods that are gone.
     """
     places: dict[str, list[Object]] = {}
     for pod in sorted(pods, key=lambda pod: made_at(pod) or 0.0):

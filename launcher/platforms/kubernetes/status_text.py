@@ -1,15 +1,22 @@
-"""What the objects of the API come to: job, pods, events -> JobStatus and words. Pure."""
+"""What the objects of the API come to: job, pods, events -> JobStatus; nodes -> machines. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, EXIT_SAVED
-from launcher.platforms.base import EXIT_TEXTS, NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
+from launcher.platforms.base import (
+    EXIT_TEXTS,
+    NO_SUCH_JOB,
+    JobState,
+    JobStatus,
+    Machine,
+    PlatformEvent,
+)
 from launcher.platforms.kubernetes.documents import Object
 from launcher.platforms.kubernetes.errors import POD_SECURITY
 from launcher.platforms.kubernetes.pods import (
@@ -40,8 +47,8 @@ from launcher.platforms.kubernetes.pods import (
     told_ends,
     trouble_of,
 )
+from launcher.render.kubernetes_names import QUEUE_LABEL
 
-QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 _NOT_MADE: Final = ("FailedCreate", "FailedCreatePod", "FailedCreateJob", "JobCreationFailed")
 """Reasons of events of a job whose pods are refused."""
 
@@ -74,13 +81,13 @@ class ApiView:
     job: Object | None
     """None: there is no such object (any more)."""
     pods: Sequence[Object] = ()
-    """Of the job, those that are ending too."""
+    """The job's, also those that are ending."""
     events: Sequence[Object] = ()
-    """Of its namespace; any may be among them."""
+    """Any of its namespace."""
     workloads: Sequence[Object] = ()
     """Kueue's, of its namespace."""
     ready: Mapping[str, bool] = field(default_factory=dict)
-    """Node -> whether it answers; only those that were asked about."""
+    """Node -> whether it answers, where that was asked."""
     num_pods: int = 0
     """How many it should have; 0: not known."""
 
@@ -108,13 +115,7 @@ class ApiView:
 
 
 def status_of(seen: ApiView, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
-    """Return what `seen` comes to.
-
-    Args:
-        seen: what the API showed.
-        now_unix: the time.
-        stop_asked: `holdfast cancel` has asked for the end of the run.
-    """
+    """Return what `seen` comes to."""
     job = seen.job
     if job is None:
         return _deleted(seen, now_unix, stop_asked=stop_asked)
@@ -428,3 +429,78 @@ def _conditions(job: Mapping[str, Any]) -> str:
         if str(one.get("status")).lower() == "true"
     ]
     return "; ".join(found)
+
+
+# -- Nodes as machines -----------------------------------------------------------------------------
+
+
+RACK: Final = "topology.kubernetes.io/rack"
+DRAIN_REASON: Final = "holdfast.dev/drain-reason"
+"""Annotation of a node that `holdfast drain` has cordoned: why, by whom and when."""
+_OWN_TAINTS: Final = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
+"""Taints that Kubernetes puts on nodes that are unwell, cordoned, or shut down."""
+_ROLE: Final = "node-role.kubernetes.io/"
+_INSTANCE_TYPE: Final = "node.kubernetes.io/instance-type"
+_EVERY_NODE_HAS: Final = ("cpu", "memory", "pods", "ephemeral-storage")
+_WORDS_CHARS: Final = 200
+
+_Kind = tuple[Any, ...]
+
+
+def as_machines(nodes: Iterable[Object]) -> list[Machine]:
+    """Return the machines that nodes of the API are.
+
+    A node is closed by a cordon, a condition that says it is unwell (Ready that is not True, any
+    other that is True, as node-problem-detector sets them), a taint of Kubernetes' own, or another
+    one that most nodes of its kind do not have. What most have is the site's way of sorting nodes.
+    """
+    there = [node for node in nodes if (node.get("metadata") or {}).get("name")]
+    kinds = Counter(map(_kind, there))
+    common = Counter((_kind(node), key) for node in there for key in {*_taints(node)})
+    found = []
+    for node in there:
+        kind, meta = _kind(node), node["metadata"]
+        odd = [key for key in _taints(node) if 2 * common[kind, key] <= kinds[kind]]
+        said = [*_said(node), *(f"taint {key}" for key in _taints(node) if _is_own(key))]
+        said += [f"taint {key}" for key in odd if not _is_own(key) and not key.startswith(_ROLE)]
+        rack = str((meta.get("labels") or {}).get(RACK, ""))
+        found.append(Machine(name=str(meta["name"]), closed="; ".join(said), rack=rack))
+    return found
+
+
+def _kind(node: Object) -> _Kind:
+    """Return what nodes that are used for the same have in common: type and devices."""
+    capacity = (node.get("status") or {}).get("capacity") or {}
+    devices = sorted(
+        (str(name), str(number))
+        for name, number in capacity.items()
+        if name not in _EVERY_NODE_HAS and not name.startswith("hugepages-")
+    )
+    return (node["metadata"].get("labels") or {}).get(_INSTANCE_TYPE, ""), *devices
+
+
+def _taints(node: Object) -> list[str]:
+    """Return the taints that keep pods off, as kubectl writes them; a cordon is not among them."""
+    found = []
+    for taint in (node.get("spec") or {}).get("taints") or ():
+        key, value, effect = (str(taint.get(name) or "") for name in ("key", "value", "effect"))
+        if effect != "PreferNoSchedule" and not key.endswith("/unschedulable"):
+            found.append(f"{key}{'=' * bool(value)}{value}{':' * bool(effect)}{effect}")
+    return found
+
+
+def _is_own(taint: str) -> bool:
+    return taint.startswith(_OWN_TAINTS)
+
+
+def _said(node: Object) -> Iterator[str]:
+    spec, status = node.get("spec") or {}, node.get("status") or {}
+    if spec.get("unschedulable"):
+        why = (node["metadata"].get("annotations") or {}).get(DRAIN_REASON)
+        yield f"cordoned: {why}" if why else "cordoned"
+    for one in status.get("conditions") or ():
+        name, state = one.get("type"), one.get("status")
+        if state != "True" if name == "Ready" else state == "True":
+            words = [str(one.get(key) or "") for key in ("reason", "message")]
+            why = " ".join(": ".join(filter(None, words)).split())[:_WORDS_CHARS]
+            yield f"{name} is {state}: {why}" if why else f"{name} is {state}"

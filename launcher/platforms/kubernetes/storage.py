@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from elastic_trainer.board.open_board import elsewhere, keep_copy, parse_address
-from launcher.platforms.kubernetes.api import KubernetesApi
+from launcher.platforms.kubernetes.api import KubernetesApi, watch_until
 from launcher.platforms.kubernetes.documents import (
     AGENTS,
     CONFIG_MAP,
@@ -48,7 +48,6 @@ from launcher.platforms.kubernetes.pods import (
     trouble_of,
 )
 from launcher.platforms.kubernetes.status_text import ApiView
-from launcher.platforms.kubernetes.watch import watch_until
 from launcher.platforms.retries import retried
 from launcher.record.run_files import IN_USE
 from launcher.spec.errors import PermanentError, PlatformError, UserError
@@ -79,15 +78,7 @@ _OUTCOME: Final = {"put": "written", "get": "read", "drop": "removed"}
 
 @dataclass(slots=True, kw_only=True)
 class Storage:
-    """The storage of one run, and its pods.
-
-    Args:
-        api: the cluster.
-        namespace: the run's.
-        bundle: what was rendered.
-        wall: Unix seconds.
-        sleep: waits.
-    """
+    """The storage of one run, and its pods."""
 
     api: KubernetesApi
     namespace: str
@@ -123,10 +114,7 @@ class Storage:
     def put(self, pod: str, fetched: Fetched, *, fresh: bool) -> None:
         """Write the launcher's files of the run to the storage.
 
-        Args:
-            pod: that has it. One that says it runs may yet refuse, for a moment.
-            fetched: what came from there, which stays.
-            fresh: there must be no run yet.
+        `pod` may say that it runs and refuse, for a moment. With `fresh` there must be no run yet.
 
         Raises:
             UserError: HF611 there is one; HF759 it cannot be written.
@@ -169,12 +157,8 @@ class Storage:
         """Bring all that is new into the local run directory.
 
         From a running pod where there is one. A job that has ended is fetched once more, through a
-        pod made for it; a job that has not begun has nothing to bring.
-
-        Args:
-            run_dir: the local run directory.
-            seen: the job and its pods.
-            mark: the submission, other than all before it.
+        pod made for it; a job that has not begun has nothing to bring. `mark` names the submission,
+        other than all before it.
 
         Raises:
             UserError, PlatformError: it cannot be had; what came before stays.
@@ -226,11 +210,7 @@ class Storage:
             raise UnreachableError(f"no node of its pods answers ({listed(hosts)}){said}")
 
     def _board(self, folder: Path) -> None:
-        """Keep what is on a board that is a ConfigMap; one that is files has come with them.
-
-        Raises:
-            PermanentError: it is no board that this version reads.
-        """
+        """Keep what is on a board that is a ConfigMap; one that is files has come with them."""
         try:
             address = elsewhere(folder)
             if address is None:
@@ -243,10 +223,9 @@ class Storage:
             raise PermanentError(f"the board of the run cannot be read: {error}") from error
 
     def _logs(self, seen: ApiView, fetched: Fetched) -> dict[str, UnreachableError]:
-        """Bring what pods have printed: for what goes wrong before anything is on the storage.
+        """Bring what pods have printed, for what goes wrong before anything is on the storage.
 
-        Returns:
-            Nodes that did not answer, though the cluster holds them for ready, and how.
+        Return the nodes that did not answer, though the cluster holds them for ready, and how.
         """
         dark: dict[str, UnreachableError] = {}
         failed = {failure.pod for failure in failures(seen.pods)[: _MOST_PODS - 1]}
@@ -351,10 +330,9 @@ class Storage:
 def new_lines(text: str, since: str) -> tuple[str, str]:
     """Return the lines of a pod's log after `since`, without their times, and the last time. Pure.
 
-    Args:
-        text: lines that begin with a time, as `timestamps=true` gives them. Times are ordered as
-            texts are: their fractions have no trailing zeros, or all as many digits.
-        since: time of the last line that is known, without its Z; empty: none is.
+    Lines begin with a time, as `timestamps=true` gives them; `since` is the last one known, without
+    its Z. Times are ordered as texts are: their fractions have no trailing zeros, or all as many
+    digits.
     """
     found, last = [], since
     for line in text.splitlines(keepends=True):

@@ -40,11 +40,7 @@ GONE_S: Final = 180.0
 class Creation:
     """Documents that are to be made together.
 
-    Args:
-        api: the cluster.
-        namespace: where.
-        documents: in order, the job last, marked by `stamped`.
-        sleep: waits between tries.
+    `documents` are in order, the job last, marked by `stamped`.
     """
 
     api: KubernetesApi
@@ -166,11 +162,7 @@ class Creation:
         return policy(once)
 
     def _undo(self, error: BaseException) -> None:
-        """Remove what was made, last first.
-
-        Raises:
-            PermanentError: some of it is left, by name.
-        """
+        """Remove what was made, last first."""
         left = []
         for document in reversed(self.made):
             try:

@@ -46,15 +46,15 @@ class BatchRequest:
     time_s: int | None = None
     """None: not given, or none."""
     cpus: int = 0
-    """Of a node; 0: not given."""
+    """Per node; 0: not given."""
     memory_mib: float = 0.0
-    """Of a node; 0: not given, or all."""
+    """Per node; 0: not given, or all."""
     gres: tuple[tuple[str, str, int], ...] = ()
     """Name, type or nothing, number on each node."""
     gres_key: str = "slurm.gres"
     """Key of the job file that asks for them."""
     features: frozenset[str] = frozenset()
-    """That nodes must have, all of them."""
+    """Nodes must have all of them."""
     excluded: frozenset[str] = frozenset()
 
     @property
@@ -80,7 +80,7 @@ class SlurmCluster:
     associations: Sequence[Mapping[str, str]] | None = None
     """The user's, by ASSOCIATION_COLUMNS; None: not known."""
     accounts: Sequence[Mapping[str, str]] = ()
-    """Those of the job's account itself."""
+    """The job's account itself."""
     qos: Sequence[Mapping[str, str]] | None = None
     """All there are, by QOS_COLUMNS; None: not known."""
 
@@ -111,9 +111,7 @@ class SlurmCluster:
 def request_of(script: str, without: Iterable[str] = ()) -> BatchRequest | None:
     """Return what a script of ours asks for; None: it is for another cluster, or says nothing.
 
-    Args:
-        script: with its #SBATCH lines.
-        without: nodes that are not to be used, besides.
+    `without` names further nodes that are not to be used.
     """
     given: dict[str, str] = {}
     try:

@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 from elastic_trainer.storage.files import read_json
 from launcher.platforms.base import (
     NO_SUCH_JOB,
+    Backend,
     JobId,
     JobRef,
     JobState,
@@ -25,9 +26,9 @@ from launcher.platforms.base import (
 )
 from launcher.platforms.commands import CommandResult, Commands, SystemCommands, TimedOutError
 from launcher.platforms.retries import polled, retried
-from launcher.platforms.slurm import admission, machines, parse, status_text
+from launcher.platforms.slurm import admission, parse, queries, status_text
 from launcher.platforms.slurm.parse import SlurmJob
-from launcher.platforms.slurm.queries import SlurmPatience, SlurmQueries, failure, flat
+from launcher.platforms.slurm.queries import SlurmPatience, SlurmQueries, failure, flat, on_cluster
 from launcher.record import stop_request
 from launcher.spec.errors import (
     PermanentError,
@@ -47,21 +48,12 @@ _FIX: Final = (
 )
 _PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
-"""Of the variables of Slurm those that say where it is; all others would change what is asked."""
+"""Variables that say where Slurm is; all others would change what is asked."""
 _PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 
 
-class SlurmBackend:
-    """Submits RUN/job.sbatch and watches it.
-
-    Args:
-        commands: the seam to Slurm's programs; None: those on PATH.
-        env: environment; None: this process's.
-        patience: time-outs.
-        sleep: waits between tries.
-        mono: monotonic seconds.
-        wall: Unix seconds.
-    """
+class SlurmBackend(Backend):
+    """Submits RUN/job.sbatch and watches it."""
 
     name = "slurm"
 
@@ -172,7 +164,7 @@ class SlurmBackend:
     def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
         """Return the nodes, with what Slurm says against them."""
         del files
-        return machines.machines(self._commands)
+        return queries.machines(self._commands)
 
     def register_server(self, of: Mapping[str, str] | JobRef) -> NoReturn:
         """Refuse: Slurm's nodes share a folder."""
@@ -181,21 +173,11 @@ class SlurmBackend:
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
         """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave."""
-        machines.drain(self._commands, names, reason)
+        queries.drain(self._commands, names, reason)
 
     def still_on(self, names: Sequence[str]) -> dict[str, str]:
         """Return the nodes that Slurm has given to a job."""
-        return machines.in_use(self._commands, names)
-
-    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
-        """Return `run_dir`: it is on storage that all nodes share."""
-        del files
-        return str(run_dir)
-
-    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
-        """Return that they are there."""
-        del files
-        return False
+        return queries.in_use(self._commands, names)
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of one task of an array: 123_4."""
@@ -229,7 +211,7 @@ class SlurmBackend:
         return steps or batch
 
     def _asked_to_save(self, job: JobRef, *whom: str) -> bool:
-        argv = ["scancel", *whom, "--signal=USR2", *_cluster(job), job.id]
+        argv = ["scancel", *whom, "--signal=USR2", *on_cluster(job.cluster), job.id]
         try:
             answer = self._commands.run(argv, timeout_s=self._patience.query_s)
         except TimedOutError:
@@ -240,7 +222,7 @@ class SlurmBackend:
 
     def cancel(self, job: JobRef) -> None:
         """End the job by scancel; one that has ended already is no error."""
-        answer = self._act(["scancel", *_cluster(job), job.id])
+        answer = self._act(["scancel", *on_cluster(job.cluster), job.id])
         if answer.code and not status_text.had_ended(answer.err):
             raise failure(answer)
 
@@ -278,9 +260,6 @@ class SlurmBackend:
         found = [event for row in rows for event in _events(row)]
         return sorted(dict.fromkeys(found), key=lambda event: event.t_unix)
 
-    def fetch(self, job: JobRef) -> None:
-        """Do nothing: what the run has written is there."""
-
     def _act(self, argv: list[str], *, stdin: str = "") -> CommandResult:
         """Run something that may be done twice; temporary failures are tried again."""
 
@@ -309,11 +288,7 @@ class SlurmBackend:
         raise self._refused(answer)
 
     def _adopted(self, script: Path, run_dir: Path, lost: PlatformError) -> JobRef:
-        """Look for the job of a script whose sbatch broke off: it may have been taken.
-
-        Raises:
-            PlatformError: `lost`, when it is not in the queue.
-        """
+        """Look for the job of a script whose sbatch broke off: it may have been taken."""
         job = polled(
             lambda: self._queries.job_of(str(script)),
             lambda found: found is not None,
@@ -364,10 +339,6 @@ def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
 def ignored_variables(env: Mapping[str, str]) -> list[str]:
     """Return sbatch's variables in `env`: the job file says what is submitted, so they are not."""
     return sorted(name for name in env if name.startswith("SBATCH_"))
-
-
-def _cluster(job: JobRef) -> list[str]:
-    return [f"--clusters={job.cluster}"] if job.cluster else []
 
 
 def _status(found: SlurmJob, job: JobRef) -> JobStatus:

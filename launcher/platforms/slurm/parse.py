@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
@@ -20,7 +20,11 @@ SEPARATOR: Final = "\x1f"
 SQUEUE_FORMAT: Final = SEPARATOR.join(
     ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%N", "%B", "%j", "%o")
 )
-"""Id, id of the task alone, state, reason, submitted, start, end, nodes, batch host, name, script.
+SQUEUE_COLUMNS: Final = (
+    *("JobID", "JobIDRaw", "State", "Reason", "Submit", "Start", "End"),
+    *("NodeList", "BatchHost", "JobName", "Command"),
+)
+"""What SQUEUE_FORMAT asks for, in sacct's and scontrol's names.
 
 The nodes are those that the job still has: one that went down is left out, were it the batch host.
 """
@@ -67,34 +71,12 @@ class SlurmJob:
     name: str | None = None
     script: str | None = None
     """Path of the batch script."""
-    work_dir: str | None = None
     source: str = ""
 
 
 def parse_squeue(text: str) -> list[SlurmJob]:
     """Read the output of `squeue --noheader --format=SQUEUE_FORMAT`."""
-    jobs = []
-    for fields in _rows(text, num_columns=11):
-        job_id, raw, state, reason, submit, start, end, nodes, host, name, script = fields
-        if not _ID.fullmatch(job_id):
-            continue
-        jobs.append(
-            SlurmJob(
-                id=job_id,
-                raw_id=raw or job_id,
-                state=_state(state),
-                reason=_reason(reason),
-                submit=parse_time(submit),
-                start=parse_time(start),
-                end=parse_time(end),
-                nodes=_known(nodes),
-                batch_host=_known(host),
-                name=name,
-                script=_path(script),
-                source="squeue",
-            )
-        )
-    return jobs
+    return _jobs(text, SQUEUE_COLUMNS, "squeue")
 
 
 def parse_sacct(text: str) -> list[SlurmJob]:
@@ -103,50 +85,38 @@ def parse_sacct(text: str) -> list[SlurmJob]:
     With --duplicates a job that was put back has a row for each time; the newest by its time of
     submission is last.
     """
-    jobs = []
-    for fields in _rows(text, num_columns=len(SACCT_COLUMNS)):
-        row = dict(zip(SACCT_COLUMNS, fields, strict=True))
-        if not _ID.fullmatch(row["JobID"]):
-            continue  # a step, as 123.batch, or tasks that wait together, as 123_[0-3]
-        code, number = parse_exit(row["ExitCode"])
-        jobs.append(
-            SlurmJob(
-                id=row["JobID"],
-                raw_id=row["JobIDRaw"] or row["JobID"],
-                state=_state(row["State"]),
-                reason=_reason(row["Reason"]),
-                code=code,
-                signal=number,
-                submit=parse_time(row["Submit"]),
-                start=parse_time(row["Start"]),
-                end=parse_time(row["End"]),
-                nodes=_known(row["NodeList"]),
-                name=row["JobName"],
-                work_dir=_path(row["WorkDir"]),
-                source="sacct",
-            )
-        )
-    return sorted(jobs, key=lambda job: job.submit or 0.0)
+    return sorted(_jobs(text, SACCT_COLUMNS, "sacct"), key=lambda job: job.submit or 0.0)
 
 
 def parse_completion(text: str) -> list[SlurmJob]:
     """Read `sacct --completion` with COMPLETION_COLUMNS: what a site without accounting has."""
-    jobs = []
-    for fields in _rows(text, num_columns=len(COMPLETION_COLUMNS)):
-        row = dict(zip(COMPLETION_COLUMNS, fields, strict=True))
-        if _ID.fullmatch(row["JobID"]):
-            jobs.append(
-                SlurmJob(
-                    id=row["JobID"],
-                    raw_id=row["JobID"],
-                    state=_state(row["State"]),
-                    end=parse_time(row["End"]),
-                    nodes=_known(row["NodeList"]),
-                    name=row["JobName"],
-                    source="sacct -c",
-                )
-            )
-    return sorted(jobs, key=lambda job: job.end or 0.0)
+    return sorted(_jobs(text, COMPLETION_COLUMNS, "sacct -c"), key=lambda job: job.end or 0.0)
+
+
+def _jobs(text: str, columns: Sequence[str], source: str) -> list[SlurmJob]:
+    """Return jobs; neither steps (123.batch) nor tasks that wait together (123_[0-3])."""
+    rows = [dict(zip(columns, row, strict=True)) for row in _rows(text, num_columns=len(columns))]
+    return [_job(row, source) for row in rows if _ID.fullmatch(row["JobID"])]
+
+
+def _job(row: Mapping[str, str], source: str) -> SlurmJob:
+    code, number = parse_exit(row.get("ExitCode", ""))
+    return SlurmJob(
+        id=row["JobID"],
+        raw_id=row.get("JobIDRaw") or row["JobID"],
+        state=_state(row.get("State", "")),
+        reason=_reason(row.get("Reason", "")),
+        code=code,
+        signal=number,
+        submit=parse_time(row.get("Submit", "")),
+        start=parse_time(row.get("Start", "")),
+        end=parse_time(row.get("End", "")),
+        nodes=_known(row.get("NodeList", "")),
+        batch_host=_known(row.get("BatchHost", "")),
+        name=row.get("JobName"),
+        script=_path(row.get("Command", "")),
+        source=source,
+    )
 
 
 def parse_scontrol(text: str) -> list[dict[str, str]]:
@@ -213,26 +183,13 @@ def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:
     if not raw.isdigit():
         return None
     array, task = fields.get("ArrayJobId", ""), fields.get("ArrayTaskId", "")
-    code, number = parse_exit(fields.get("ExitCode", ""))
+    names = {"JobState": "State", "SubmitTime": "Submit", "StartTime": "Start", "EndTime": "End"}
+    row = {names.get(name, name): value for name, value in fields.items()}
+    row["JobID"] = f"{array}_{task}" if array.isdigit() and task.isdigit() else raw
+    row["JobIDRaw"] = raw
     restarts = fields.get("Restarts", "")
-    return SlurmJob(
-        id=f"{array}_{task}" if array.isdigit() and task.isdigit() else raw,
-        raw_id=raw,
-        state=_state(fields.get("JobState", "")),
-        reason=_reason(fields.get("Reason", "")),
-        code=code,
-        signal=number,
-        submit=parse_time(fields.get("SubmitTime", "")),
-        start=parse_time(fields.get("StartTime", "")),
-        end=parse_time(fields.get("EndTime", "")),
-        nodes=_known(fields.get("NodeList", "")),
-        batch_host=_known(fields.get("BatchHost", "")),
-        restarts=int(restarts) if restarts.isdigit() else None,
-        name=fields.get("JobName"),
-        script=_path(fields.get("Command", "")),
-        work_dir=_path(fields.get("WorkDir", "")),
-        source="scontrol",
-    )
+    job = _job(row, "scontrol")
+    return replace(job, restarts=int(restarts)) if restarts.isdigit() else job
 
 
 def parse_submitted(text: str) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
-"""Questions to Slurm: squeue, scontrol, sacct, each asked once for all jobs.
+"""Questions to Slurm: about jobs, each asked once for all of them, and about its nodes.
 
-State comes from squeue, then scontrol (exit codes of jobs that have just ended), then
+A job's state comes from squeue, then scontrol (exit codes of jobs that have just ended), then
 sacct, then `sacct -c`: whichever is there.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
-from launcher.platforms.base import JobRef
+from launcher.platforms.base import JobRef, Machine
 from launcher.platforms.commands import CommandResult, Commands
 from launcher.platforms.retries import retried
 from launcher.platforms.slurm import admission, parse, status_text
@@ -44,13 +45,7 @@ class SlurmPatience:
 
 
 class SlurmQueries:
-    """Asks; changes nothing.
-
-    Args:
-        commands: the seam to Slurm's programs.
-        patience: time-outs.
-        sleep: waits between tries.
-    """
+    """Asks; changes nothing."""
 
     def __init__(
         self, commands: Commands, patience: SlurmPatience, sleep: Callable[[float], None]
@@ -84,7 +79,7 @@ class SlurmQueries:
 
     def fields(self, job: JobRef) -> dict[str, str]:
         """Return what `scontrol show job` says about `job`; empty: nothing."""
-        argv = ["scontrol", "--oneliner", *_cluster(job.cluster), "show", "job", job.id]
+        argv = ["scontrol", "--oneliner", *on_cluster(job.cluster), "show", "job", job.id]
         answer = self._query(argv, [])
         for fields in [] if answer is None else parse.parse_scontrol(answer.out):
             found = parse.of_scontrol(fields)
@@ -98,7 +93,7 @@ class SlurmQueries:
         return status_text.mine(parse.by_id(rows).get(job.id, []), job)
 
     def job_of(self, script: str) -> SlurmJob | None:
-        """Return this user's job of the batch script at path `script`; None: there is none."""
+        """Return this user's job of the batch script at path `script`, or None."""
         argv = ["squeue", "--noheader", "--states=all", f"--format={parse.SQUEUE_FORMAT}"]
         answer = self._query([*argv, f"--user={os.getuid()}"], [])
         found = [] if answer is None else parse.parse_squeue(answer.out)
@@ -178,7 +173,7 @@ class SlurmQueries:
     def _squeue(
         self, jobs: Sequence[JobRef], cluster: str, troubles: list[PlatformError]
     ) -> list[SlurmJob]:
-        argv = ["squeue", "--noheader", "--array", "--states=all", *_cluster(cluster)]
+        argv = ["squeue", "--noheader", "--array", "--states=all", *on_cluster(cluster)]
         argv += [f"--format={parse.SQUEUE_FORMAT}", f"--jobs={','.join(_numbers(jobs))}"]
         answer = self._query(argv, troubles)
         if answer is None:
@@ -198,7 +193,7 @@ class SlurmQueries:
         # Some versions look at today only unless given a start. A day covers any time zone.
         since = time.gmtime(max(0.0, min(times, default=0.0) - 86400.0))
         common = ["sacct", "--noheader", "--parsable2", f"--delimiter={parse.SEPARATOR}"]
-        common += [f"--jobs={','.join(_numbers(jobs))}", *_cluster(cluster)]
+        common += [f"--jobs={','.join(_numbers(jobs))}", *on_cluster(cluster)]
         common += [f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', since)}"]
         columns = f"--format={','.join(parse.SACCT_COLUMNS)}"
         mine: list[PlatformError] = []
@@ -280,5 +275,106 @@ def _numbers(jobs: Iterable[JobRef]) -> list[str]:
     return list(dict.fromkeys(job.id.partition("_")[0] for job in jobs))
 
 
-def _cluster(cluster: str) -> list[str]:
+def on_cluster(cluster: str) -> list[str]:
+    """Return the option for one of several clusters; empty for the default one."""
     return [f"--clusters={cluster}"] if cluster else []
+
+
+# -- Nodes as machines -----------------------------------------------------------------------------
+
+
+TIMEOUT_S: Final = 60.0
+_CLOSED: Final = ("DRAIN", "DOWN", "FAIL", "REBOOT", "MAINT", "POWERED_DOWN", "NOT_RESPONDING")
+"""Parts of a state in which no job is started there (scontrol's manual, State)."""
+
+_USED: Final = re.compile("ALLOC|MIX|COMPLETING")
+
+
+def as_machines(nodes: str, topology: str = "") -> list[Machine]:
+    """Read `scontrol --oneliner show node` and `show topology`. Pure.
+
+    The rack of a node is its leaf switch (topology/tree) or its block.
+    """
+    racks: dict[str, str] = {}
+    for fields in parse.records(topology):
+        name = fields.get("BlockName") or (
+            fields.get("SwitchName") if fields.get("Level", "0") == "0" else None
+        )
+        if name:
+            racks.update(dict.fromkeys(parse.expand_nodes(fields.get("Nodes", "")), name))
+    return [
+        Machine(
+            name=name,
+            closed=_closed(fields.get("State", ""), fields.get("Reason", "")),
+            rack=racks.get(name, ""),
+        )
+        for fields in parse.records(nodes)
+        if (name := fields.get("NodeName"))
+    ]
+
+
+def _closed(state: str, reason: str) -> str:
+    if not any(word in state for word in _CLOSED) and not state.endswith("*"):
+        return ""
+    return f"{state.lower()}: {reason}" if reason else state.lower()
+
+
+def machines(commands: Commands) -> list[Machine]:
+    """Return the nodes that Slurm has.
+
+    Raises:
+        UserError: HF650 there is no scontrol.
+        PlatformError: the controller is away.
+    """
+    nodes = _answer(commands, ["scontrol", "--all", "--oneliner", "show", "node"])
+    # Without a topology plugin this fails, or says nothing.
+    topology = commands.run(["scontrol", "--oneliner", "show", "topology"], timeout_s=TIMEOUT_S)
+    return as_machines(nodes, "" if topology.code else topology.out)
+
+
+def draining(commands: Commands, names: Sequence[str]) -> dict[str, str]:
+    """Return which of these nodes Slurm drains, with its reason; those that are down are not.
+
+    Raises:
+        UserError: HF650 there is no scontrol.
+        PlatformError: the controller is away.
+    """
+    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    return {
+        machine.name: machine.closed
+        for machine in as_machines(said)
+        if "drain" in machine.closed.partition(":")[0] and "down" not in machine.closed[:4]
+    }
+
+
+def drain(commands: Commands, names: Sequence[str], reason: str) -> None:
+    """Drain nodes: Slurm starts nothing there any more.
+
+    Raises:
+        UserError: HF693 Slurm refuses, as to who is no operator.
+        TemporaryError: the controller is away.
+    """
+    argv = ["scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN", f"Reason={reason}"]
+    try:
+        _answer(commands, argv)
+    except PermanentError as error:
+        raise UserError("HF693", f"Slurm does not drain them: {error}") from error
+
+
+def in_use(commands: Commands, names: Sequence[str]) -> dict[str, str]:
+    """Return those of the nodes that Slurm has given to jobs, and how it calls that.
+
+    Raises:
+        UserError: HF650 there is no scontrol.
+        PlatformError: the controller is away.
+    """
+    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    states = {each.get("NodeName", ""): each.get("State", "") for each in parse.records(said)}
+    return {name: state.lower() for name, state in states.items() if _USED.search(state)}
+
+
+def _answer(commands: Commands, argv: Sequence[str]) -> str:
+    answer = commands.run(argv, timeout_s=TIMEOUT_S)
+    if answer.code:
+        raise failure(answer)
+    return answer.out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -17,7 +16,7 @@ SCRIPT: Final = "job.sbatch"
 SAME_S: Final = 1.0
 """Times of submission this near are the same."""
 CLOCK_SLACK_S: Final = 600.0
-"""This much may lie between the launcher's clock and the controller's."""
+"""The most between the launcher's clock and the controller's."""
 
 _STATES: Final[dict[str, JobState]] = {
     "PENDING": JobState.PENDING,
@@ -118,70 +117,53 @@ _REASONS: Final[dict[str, str]] = {
 _LIMIT = re.compile(r"(QOS|Assoc|Max)\w*(Limit|PerUser|PerAccount|PerJob|Group\w*)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """What a complaint of sbatch is about."""
-
-    pattern: re.Pattern[str]
-    key: str
-    """Key of the job file; empty: none alone."""
-    fix: str
-
-
-def _refusal(pattern: str, key: str, fix: str) -> _Refusal:
-    return _Refusal(re.compile(pattern, re.IGNORECASE), key, fix)
-
-
 _REFUSALS: Final = (
-    _refusal(r"invalid partition", "slurm.partition", "`sinfo -s` lists those there are"),
-    _refusal(
+    (r"invalid partition", "slurm.partition", "`sinfo -s` lists those there are"),
+    (
         r"invalid account|account/partition",
         "slurm.account",
         "`sacctmgr show assoc user=$USER format=account,partition,qos` lists yours",
     ),
-    _refusal(
-        r"invalid qos", "slurm.qos", "`sacctmgr show assoc user=$USER format=account,qos` has yours"
-    ),
-    _refusal(
+    (r"invalid qos", "slurm.qos", "`sacctmgr show assoc user=$USER format=account,qos` has yours"),
+    (
         r"time limit is invalid|time limit specification|exceeds? .*time limit",
         "slurm.time",
         "`sinfo -o '%P %l'` has the longest of each partition",
     ),
-    _refusal(
+    (
         r"invalid generic resource|gres specification|invalid gres|invalid trestype|tres spec",
         "cluster.gpus_per_node",
         "`sinfo -o '%P %N %G'` shows what nodes have, slurm.gres how to name it",
     ),
-    _refusal(
-        r"invalid feature", "slurm.constraint", "`sinfo -o '%P %N %f'` has the nodes' features"
-    ),
-    _refusal(
-        r"reservation", "slurm.reservation", "`scontrol show reservation` lists those there are"
-    ),
-    _refusal(r"dependency", "slurm.dependency", "name jobs that are there"),
-    _refusal(r"invalid node name", "slurm.exclude", "`sinfo -N` lists the nodes"),
-    _refusal(
-        r"node count specification|requested node configuration|more processors requested|"
-        r"memory specification|cpu count|cpus-per|task count",
+    (r"invalid feature", "slurm.constraint", "`sinfo -o '%P %N %f'` has the nodes' features"),
+    (r"reservation", "slurm.reservation", "`scontrol show reservation` lists those there are"),
+    (r"dependency", "slurm.dependency", "name jobs that are there"),
+    (r"invalid node name", "slurm.exclude", "`sinfo -N` lists the nodes"),
+    (
+        (
+            r"node count specification|requested node configuration|more processors requested|"
+            r"memory specification|cpu count|cpus-per|task count"
+        ),
         "",
-        "ask for no more than nodes have: cluster.nodes, spares and gpus_per_node, slurm.cpus and "
-        "mem; `sinfo -o '%P %D %G %c %m'` shows what there is",
+        (
+            "ask for no more than nodes have: cluster.nodes, spares and gpus_per_node, slurm.cpus "
+            "and mem; `sinfo -o '%P %D %G %c %m'` shows what there is"
+        ),
     ),
-    _refusal(
+    (
         r"violates accounting|policy|submit limit|association|exceeded|too many",
         "",
         "a limit of your account or QOS forbids it; ask for less, or ask an administrator",
     ),
-    _refusal(r"array", "slurm.array", "Slurm's MaxArraySize limits it"),
-    _refusal(
-        r"permission|not permitted|access", "", "you may not do this there; ask an administrator"
-    ),
-    _refusal(
+    (r"array", "slurm.array", "Slurm's MaxArraySize limits it"),
+    (r"permission|not permitted|access", "", "you may not do this there; ask an administrator"),
+    (
         r"unrecognized option|invalid option|unknown option",
         "slurm.extra",
         "this version of sbatch does not have it; leave it out",
     ),
 )
+"""What a complaint of sbatch matches, the key of the job file that it is about, and a fix."""
 
 _TEMPORARY = re.compile(
     r"unable to contact slurm controller|socket timed out|connection refused|zero bytes were"
@@ -236,9 +218,9 @@ def had_ended(complaint: str) -> bool:
 
 def refusal(complaint: str) -> tuple[str, str]:
     """Return the key of the job file that sbatch complains about, or nothing, and a fix."""
-    for known in _REFUSALS:
-        if known.pattern.search(complaint):
-            return known.key, known.fix
+    for pattern, key, fix in _REFUSALS:
+        if re.search(pattern, complaint, re.IGNORECASE):
+            return key, fix
     return "", "fix what it names, or ask an administrator of the cluster"
 
 
@@ -304,8 +286,8 @@ def same_job(job: SlurmJob, ref: JobRef) -> bool:
 def mine(jobs: Sequence[SlurmJob], ref: JobRef) -> list[SlurmJob]:
     """Return those of `jobs` that are `ref`, in their order.
 
-    Of rows without a script those that have the name of the row with our time of submission
-    are: a requeue keeps the name.
+    Rows without a script count if they have the name of the row with our time of submission: a
+    requeue keeps the name.
     """
     found = [job for job in jobs if same_job(job, ref)]
     if ref.submit_time is None:
@@ -324,7 +306,7 @@ def choose(jobs: Sequence[SlurmJob], ref: JobRef) -> SlurmJob | None:
 
 
 def _scripts(ref: JobRef) -> tuple[str, str]:
-    """Return where the script of `ref` may lie: a task's is in the folder of its array."""
+    """Return where the script of `ref` may be: a task's is in the folder of its array."""
     folder = PurePosixPath(ref.run_dir)
     return str(folder / SCRIPT), str(folder.parent / SCRIPT)
 

@@ -7,8 +7,8 @@ import pytest
 from launcher.fleet.ledger import Fleet
 from launcher.fleet.nodes import drain, named
 from launcher.node.attempt import Attempt
+from launcher.node.beat import Drains, asked_to_leave
 from launcher.node.decide import EXIT_LEFT
-from launcher.node.leaving import Drains, asked_to_leave
 from launcher.node.steps import to_start_again
 from launcher.platforms.base import Machine
 from launcher.platforms.commands import CommandResult

@@ -15,8 +15,8 @@ from launcher.fleet.ledger import MOST_BYTES, Fleet, fleet_at, place_for
 from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
 from launcher.fleet.preflight.report import CheckResult, NodeReport
 from launcher.platforms.base import Machine
-from launcher.platforms.kubernetes.machines import of_nodes
-from launcher.platforms.slurm.machines import of_scontrol
+from launcher.platforms.kubernetes.status_text import as_machines as kubernetes_machines
+from launcher.platforms.slurm.queries import as_machines as slurm_machines
 from launcher.record.files import LauncherLog
 from launcher.record.fleet import (
     BURST_S,
@@ -516,7 +516,7 @@ NodeName=n3 State=DOWN* ThreadsPerCore=1 Reason=Not responding [slurm@2026]
 NodeName=n4 State=ALLOCATED+REBOOT_REQUESTED
 """
     topology = "SwitchName=s1 Level=0 Nodes=n[1-2]\nSwitchName=top Level=1 Nodes=n[1-4]"
-    found = {each.name: each for each in of_scontrol(nodes, topology)}
+    found = {each.name: each for each in slurm_machines(nodes, topology)}
     assert [name for name, each in found.items() if not each.closed] == ["n1"]
     assert found["n2"].closed.startswith("mixed+drain: bad fan")
     assert [each.rack for each in found.values()] == ["s1", "s1", "", ""]
@@ -538,7 +538,7 @@ def test_what_kubernetes_says_of_its_nodes():
     soft = {"key": "example.com/slow", "effect": "PreferNoSchedule"}
     hung = {"type": "KernelDeadlock", "status": "True", "reason": "Hung", "message": "task\n x:1"}
     cordon = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
-    found = of_nodes(
+    found = kubernetes_machines(
         [
             node("n1", taints=[gpu], more=[{"type": "DiskPressure", "status": "False"}]),
             node("n2", taints=[gpu, cordon], unschedulable=True),

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 import pytest
 from fake_api import Reply, kubeconfig, server, status_object, waits
 
-from launcher.platforms.kubernetes.api import ApiPatience, connect
+from launcher.platforms.kubernetes.api import ApiPatience, connect, watch_until
 from launcher.platforms.kubernetes.documents import CONFIG_MAP, POD, RESOURCES
 from launcher.platforms.kubernetes.errors import (
     BrokenOffError,
@@ -21,7 +21,6 @@ from launcher.platforms.kubernetes.errors import (
     retry_after,
 )
 from launcher.platforms.kubernetes.exec import PodExec
-from launcher.platforms.kubernetes.watch import watch_until
 from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["server", "waits"]  # fixtures

@@ -15,13 +15,11 @@ import pytest
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Ended, Lease
 from elastic_trainer.storage.files import write_json
-from launcher.node import batch, beat, board
-from launcher.node import watchdog as watchdog_module
+from launcher.node import agent, batch
 from launcher.node.__main__ import main
-from launcher.node.agent import agent_command
-from launcher.node.attempt import Attempt, lineage, note, pasts
+from launcher.node.agent import Watchdog, agent_command
+from launcher.node.attempt import Attempt, lineage, live_lease, note, pasts
 from launcher.node.batch import carry_out, end
-from launcher.node.watchdog import Watchdog
 from launcher.platforms.commands import CommandResult
 from launcher.platforms.local import start_ticks
 from launcher.spec.errors import UserError
@@ -90,7 +88,7 @@ def test_a_lease_that_beats_is_alive_and_one_that_stands_still_is_not(tmp_path):
             put(tmp_path, BoardState(lease=lease("8.0", int(now[0] // 5))))
 
     def look(*, beats):
-        return board.live_lease(
+        return live_lease(
             tmp_path,
             lambda job: job == "17.1",
             mono=lambda: now[0],
@@ -144,11 +142,11 @@ def test_a_beat_lasts_as_long_as_the_script(attempt):
         seen = set()
         while len(seen) < 3:
             assert time.monotonic() < deadline
-            seen.add(beat.read(attempt))
+            seen.add(attempt.read_beat())
             time.sleep(0.01)
         beating.terminate()  # Slurm's to the whole job
-        before = beat.read(attempt)
-        while beat.read(attempt) == before:
+        before = attempt.read_beat()
+        while attempt.read_beat() == before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         script.kill()
@@ -367,17 +365,17 @@ def watchdog(attempt):
 def test_a_watchdog_leaves_a_job_alone_whose_script_beats(attempt, monkeypatch):
     attempt.beat.write_text("000000000001\n")
     reads = iter(range(10**6))
-    monkeypatch.setattr(beat, "read", lambda _: str(next(reads)))
-    monkeypatch.setattr(batch, "take_over", None)
+    monkeypatch.setattr(Attempt, "read_beat", lambda _: str(next(reads)))
+    monkeypatch.setattr(agent, "take_over", None)
     watchdog(attempt).finish_job()
     assert not list(attempt.dir.glob("caretaker.*"))
 
 
 def test_storage_that_comes_back_is_no_sign_of_life(attempt, monkeypatch):
     reads = iter([None, None, *["7"] * 1000])
-    monkeypatch.setattr(beat, "read", lambda _: next(reads))
+    monkeypatch.setattr(Attempt, "read_beat", lambda _: next(reads))
     taken = []
-    monkeypatch.setattr(batch, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(agent, "take_over", lambda attempt, env: taken.append(attempt.name))
     put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
     watchdog(attempt).finish_job()
     assert taken == ["17.1"]
@@ -389,8 +387,8 @@ def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
     attempt.beat.write_text("000000000001\n")
     put(attempt.run_dir, BoardState(lease=lease("17.0", 3)))  # left by the attempt before
     taken, slept = [], []
-    monkeypatch.setattr(batch, "take_over", lambda attempt, env: taken.append(attempt.name))
-    monkeypatch.setattr(watchdog_module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(agent, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     one = watchdog(attempt)
 
     def sleep(seconds):
@@ -404,7 +402,7 @@ def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
             assert taken == []
             put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=92, reason="x")))
 
-    monkeypatch.setattr(watchdog_module.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     assert one.serve() == 0
     assert taken == ["17.1"]
     assert len(slept) == 40

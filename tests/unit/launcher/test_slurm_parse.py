@@ -243,7 +243,7 @@ def test_what_a_real_scontrol_has_printed():
         ("5", "5", "FAILED", 91),
     ]
     assert jobs[0] is not None
-    assert (jobs[0].script, jobs[0].work_dir) == ("/s/a b|c/job.sbatch", "/s/a b|c")
+    assert jobs[0].script == "/s/a b|c/job.sbatch"
     assert (jobs[0].restarts, jobs[0].nodes) == (0, "n1")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, Ended, Lease
+from launcher.node.agent import as_of_one_srun
 from launcher.node.attempt import Attempt
 from launcher.node.decide import attempt_result
 from launcher.node.steps import (
@@ -16,7 +17,6 @@ from launcher.node.steps import (
     LONE_TRIES,
     MOST_STARTS,
     SlurmSteps,
-    as_of_one_srun,
     command_of,
     grouped,
     of_one_node,

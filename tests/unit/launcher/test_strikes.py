@@ -11,7 +11,7 @@ from fake_api import kubeconfig
 
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
 from launcher.fleet.ledger import Fleet, fleet_at
-from launcher.node.strikes import Strikes
+from launcher.node.beat import Strikes
 from launcher.platforms.kubernetes.api import ApiPatience, connect
 from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError

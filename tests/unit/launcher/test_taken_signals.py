@@ -11,7 +11,7 @@ import pytest
 
 WAITER = """
 import os, signal, sys
-from launcher.node.taken_signals import taken_signals
+from launcher.node.agent import taken_signals
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 os.kill(os.getpid(), signal.SIGUSR2)  # held back until it is wanted
 with taken_signals((signal.SIGUSR2, signal.SIGTERM)) as wait:
