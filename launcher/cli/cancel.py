@@ -46,6 +46,8 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
         )
         return EXIT_DONE if good else EXIT_FAILED
     where = "nothing is saved" if result.saved_step is None else f"saved: step {result.saved_step}"
+    if result.saved and result.saved_step is None:
+        where = "its checkpoints are the script's own"
     begun = "had ended already" if result.was_over else "is over"
     if not result.status.state.is_final:
         begun = "is cancelled, but the platform has not noted the end yet"

@@ -277,7 +277,8 @@ def when(t_unix: float, now_unix: float) -> str:
     text = span(abs(t_unix - now_unix))
     day = time.localtime(t_unix)[:3] == time.localtime(now_unix)[:3]
     clock = time.strftime("%H:%M:%S" if day else "%Y-%m-%d %H:%M", time.localtime(t_unix))
-    return f"{text} ago ({clock})" if t_unix <= now_unix else f"in {text} ({clock})"
+    # What was just written may be ahead of `now_unix`, and of this clock.
+    return f"in {text} ({clock})" if t_unix > now_unix + 5.0 else f"{text} ago ({clock})"
 
 
 def span(seconds: float) -> str:
