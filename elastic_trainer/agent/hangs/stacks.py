@@ -1,4 +1,4 @@
-"""What hung workers are doing, gathered before they are killed.
+"""What hung workers are doing, gathered before they are killed, and what /proc says of them.
 
 Of each worker: what the kernel says of its threads (the only source for a stopped one),
 the Python stacks it writes itself, those that py-spy reads where it is installed and the
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_trainer.agent.hangs.procfs import state_of
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.worker_answers import (
@@ -282,3 +281,45 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+# --- a process, by the kernel ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Processor time of a process's main thread, from /proc/PID/schedstat."""
+
+    ran_s: float
+    held_s: float
+    """It could have run, and waited for a processor."""
+
+
+def state_of(pid: int) -> str:
+    """Return the state's letter, as in proc_pid_stat(5); empty when it cannot be read."""
+    return _state(Path(f"/proc/{pid}/stat"))
+
+
+def is_stuck(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Return whether a thread of a process is in an uninterruptible wait: no signal ends it.
+
+    Its first thread may have ended long before, and shows as a zombie.
+    """
+    return any(_state(stat) == "D" for stat in proc.glob(f"{pid}/task/*/stat"))
+
+
+def _state(stat: Path) -> str:
+    try:
+        text = stat.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]  # the name before may hold anything
+
+
+def shares_of(pid: int) -> Shares:
+    """Return its processor time so far; zeros when the kernel does not tell."""
+    try:
+        ran, held, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return Shares(0.0, 0.0)
+    return Shares(int(ran) / 1e9, int(held) / 1e9)

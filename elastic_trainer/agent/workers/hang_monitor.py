@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
-from elastic_trainer.agent.hangs.procfs import shares_of, state_of
-from elastic_trainer.agent.hangs.stacks import gather_fronts
+from elastic_trainer.agent.hangs.stacks import gather_fronts, shares_of, state_of
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers.settings import AgentConfig

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.plan.layout import split_layers, stages_of_rank
 from elastic_trainer.plan.models import PRESETS, ModelShape
-from elastic_trainer.plan.stages import split_layers, stages_of_rank
 
 
 def counts(name, num_stages):

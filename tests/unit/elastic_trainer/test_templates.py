@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.plan.command import NAMES, explain, fill, unknown_names, values_of
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.templates import NAMES, explain, fill, unknown_names, values_of
 
 VALUES = values_of(
     Rung(num_nodes=12, layout=ParallelLayout(dp=4, tp=2, pp=3), micro_batches=1), "/runs/a"
