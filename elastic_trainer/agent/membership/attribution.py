@@ -16,6 +16,7 @@ from elastic_trainer.agent.membership.messages import PastFailure
 from elastic_trainer.agent.membership.notices import WorkersFailed, named
 from elastic_trainer.agent.membership.table import Members
 from elastic_trainer.board.state import Sizes
+from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
@@ -214,22 +215,6 @@ _SHARED: Final = (Kind.INFRASTRUCTURE, Kind.SERVICE, Kind.COLLATERAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """From the job's `elastic:` section; counts within the last `window_s` seconds."""
-
-    max_restarts: int
-    """Restarts of any class: lost nodes, killed workers, storage, network, and the two below."""
-    window_s: float
-    node_failures: int
-    """Failures that cost a node its place."""
-    max_crashes: int = 10
-    """Restarts after errors of the program, memory included."""
-    max_hangs: int = 20
-    no_progress: int = 3
-    """Failures of the program, or hangs, without a newly committed step between them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Consequence:
     """What to do after a failure."""
 
@@ -318,7 +303,7 @@ class History:
         return History(tuple(item for item in self.entries if now - item[0] <= window_s))
 
     def consequence(
-        self, found: Attribution, limits: Limits, now: float, excluded: Collection[str] = ()
+        self, found: Attribution, limits: ElasticSection, now: float, excluded: Collection[str] = ()
     ) -> Consequence:
         """Decide what follows the newest failure `found`, which `add` has put in already.
 
@@ -393,7 +378,7 @@ def _follows_the_job(
     return ""
 
 
-def _is_bad_node(recent: Sequence[_Entry], found: Attribution, limits: Limits) -> str:
+def _is_bad_node(recent: Sequence[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say why the machine of the newest failure must leave, or return an empty string."""
     if found.node is None:
         return ""
@@ -423,7 +408,7 @@ def _listed(machines: Mapping[str, str]) -> str:
     return ", ".join(sorted(machines.values()))
 
 
-def _stands_still(charged: list[_Entry], found: Attribution, limits: Limits) -> str:
+def _stands_still(charged: list[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say that the program fails again and again at one place, or return an empty string."""
     kinds = (*OF_THE_PROGRAM, Kind.HANG, Kind.CORRUPTION)
     newest = charged[-1][1].progress if charged else None
@@ -440,7 +425,7 @@ def _stands_still(charged: list[_Entry], found: Attribution, limits: Limits) -> 
     )
 
 
-def _overdrawn(charged: list[_Entry], found: Attribution, limits: Limits) -> str:
+def _overdrawn(charged: list[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say which budget is used up, or return an empty string."""
     classes: tuple[tuple[str, str, tuple[Kind, ...], int], ...] = (
         ("restarts after errors of the program", "max_crashes", OF_THE_PROGRAM, limits.max_crashes),
@@ -459,27 +444,6 @@ def _overdrawn(charged: list[_Entry], found: Attribution, limits: Limits) -> str
 
 
 # --- the end of an epoch ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortReason:
-    """Why and for which nodes an epoch is aborted, in the words of its `epoch.aborted`."""
-
-    reason: str
-    victims: tuple[str, ...]
-    stacks: bool
-    """The workers hang: their stacks are dumped before they are killed."""
-
-
-def abort_for(reports: Reports) -> AbortReason:
-    """Return how an epoch ends for these reports; a consequence counts when there is no cause."""
-    primary = [item for item in reports if item[1].failure.kind is not Kind.COLLATERAL]
-    node, first = (primary or reports)[0]
-    return AbortReason(
-        reason=f"rank {first.rank} failed: {first.failure.detail}",
-        victims=(node,) if primary and node else (),
-        stacks=first.failure.kind is Kind.HANG,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -517,7 +481,7 @@ class Ruling:
 
 
 def attribute_end(
-    end: EpochEnd, history: History, limits: Limits, now: float, excluded: Collection[str]
+    end: EpochEnd, history: History, limits: ElasticSection, now: float, excluded: Collection[str]
 ) -> Ruling | None:
     """Attribute what ended an epoch to machines or the job; None: nothing has failed.
 

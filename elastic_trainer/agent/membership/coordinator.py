@@ -10,30 +10,20 @@
 
 `TRANSITIONS` says which input counts in which phase. What an input means is worked out by values
 that know no phase: `liveness.Peers` (who is there), `hang_diagnosis.HangDiagnosis` (which worker
-holds up the job), `attribution.attribute_end` (what a failure counts against), `departures` (who
-was asked to go), `lease.LeaseHolder` (the board).
+holds up the job), `attribution.attribute_end` (what a failure counts against), `lease.LeaseHolder`
+(the board).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from elastic_trainer.agent.membership.attribution import (
     EpochEnd,
-    abort_for,
     attribute_end,
     settle_s,
-)
-from elastic_trainer.agent.membership.departures import (
-    BOUNDARY_S,
-    TOGETHER_S,
-    Departure,
-    Departures,
-    decide,
-    named_leaving,
 )
 from elastic_trainer.agent.membership.effects import Conn, Context, Send
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEATS, HangDiagnosis
@@ -120,9 +110,10 @@ board that it leads before they join it."""
 FINAL_SWAP_S: Final = 10.0
 """How long the end of a job waits for a board that does not answer, and an epoch for one whose
 folder is gone."""
-NOT_SAID: Final = (
-    "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
-)
+TOGETHER_S: Final = 1.0
+"""All that are asked to go within this time go together; training continues meanwhile."""
+BOUNDARY_S: Final = 30.0
+"""How long a step may take to end before others go; then the epoch is ended in the midst of it."""
 
 
 class Phase(enum.Enum):
@@ -229,7 +220,10 @@ class Coordinator(Role):
         """The newest epoch that is known to have completed a step."""
         self.peers = Peers(ctx.me, ctx.now, ready=ctx.ready)
         self.peers.absent.update(won.gone)
-        self.departures = Departures()
+        self._leaving: dict[str, str] = {}
+        """Agents that were asked to go and are not gone yet, by id -> why."""
+        self._left_nodes: set[str] = set()
+        """Nodes that left on request since the last epoch ended: nobody is charged for them."""
         self.diagnosis = HangDiagnosis()
         self.stragglers, self._compared = Stragglers(), 0
         self._slow: set[str] = set()
@@ -237,12 +231,9 @@ class Coordinator(Role):
         self._expected = won.expected
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
-        self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
-        self._form_asked = ctx.now
-        """When the board was asked for the next epoch."""
-        self._waited_for_late = False
         self._amid = won.amid
-        """The job has had newer epochs than this agent knows."""
+        self._form_asked = ctx.now  # that the board was asked for the next epoch
+        self._waited_for_late = False
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -271,12 +262,12 @@ class Coordinator(Role):
         """Take office."""
         ctx, settings = self.ctx, self.ctx.settings
         ctx.timers.clear()
-        before = self._predecessor
+        before = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
             self._lost_nodes.append(before.node)
             if before.agent_id in ctx.leaving:
-                self.departures.left_nodes.add(before.node)
+                self._left_nodes.add(before.node)
         # Those that left before this agent led: it heard of their leave, not of their end.
         for member in ctx.leaving.values():
             if member != ctx.me and (member in ctx.everyone or self._amid):
@@ -302,7 +293,7 @@ class Coordinator(Role):
         on = TRANSITIONS[what]
         if self.phase not in on.phases:
             return None
-        transition = _HANDLERS[on.handler](self, *details)
+        transition: Transition | None = getattr(self, on.handler)(*details)
         return self.advance() if transition is None and on.advance else transition
 
     def received(self, conn: Conn, message: Message) -> Transition | None:
@@ -414,7 +405,8 @@ class Coordinator(Role):
             return Reject(code=EXIT_DO_NOT_RESTART, reason=_newer(member))
         if member.workers < ctx.settings.workers:
             return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
-        if join.readmit and self._is_out(host) and (host in ctx.excluded or not join.last_epoch):
+        quarantined = not join.last_epoch and host in ctx.history.quarantined(ctx.now)
+        if join.readmit and (host in ctx.excluded or quarantined):
             reason = ctx.excluded.pop(host, "lost again and again")
             ctx.log("member.readmitted", member=node, host=host, reason=reason)
             ctx.history = ctx.history.without(host)
@@ -447,10 +439,6 @@ class Coordinator(Role):
         ctx.log("member.differs", member=member.node, host=member.host, reason=may)
         ctx.warn_of(may)
         return ""
-
-    def _is_out(self, host: str) -> bool:
-        """Whether no agent on a machine may take part now."""
-        return host in self.ctx.excluded or host in self.ctx.history.quarantined(self.ctx.now)
 
     def _able(self) -> list[Member]:
         """Return the members that can run workers now, on machines that may take part."""
@@ -495,7 +483,7 @@ class Coordinator(Role):
         if not self.members:  # later it is this one that lets agents go
             for left in join.left:
                 ctx.has_left(left)
-        leaving = (self.peers.get(agent_id) for agent_id in self.departures.why)
+        leaving = (self.peers.get(agent_id) for agent_id in self._leaving)
         for gone in (*(peer.member for peer in leaving if peer), *ctx.serving()):
             ctx.send(conn, Leaves(member=gone))
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
@@ -574,7 +562,9 @@ class Coordinator(Role):
     def _lost(self, peer: Peer, reason: str) -> Transition | None:
         """An agent is dead: its epoch ends at once."""
         member = peer.member
-        self.departures.gone(peer, self.ctx.leaving)
+        if member.agent_id in self.ctx.leaving:
+            self._leaving.pop(member.agent_id, None)
+            self._left_nodes.add(member.node)
         self._forget(peer)
         self.ctx.log("member.lost", member=member.node, host=member.host, reason=reason)
         if member.agent_id in self.members:
@@ -649,8 +639,9 @@ class Coordinator(Role):
             self._tell_whom_it_waits_for()
             return None  # the cheap question first: every agent that joins asks it
         rung = self._rung
-        if self._waits_to_unpark(rung):
-            return None
+        fills_less = rung is not None and rung.num_nodes < self.ladder.max_nodes
+        if self._parked is not None and fills_less and "unpark" in self.ctx.timers:
+            return None  # others are coming back too
         if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
             if not self._waits_to_grow(rung):
                 self._ask_all(Request.GROW)
@@ -677,11 +668,6 @@ class Coordinator(Role):
         elif self.peers.num_ready < len(self.peers) and "grow" not in ctx.timers:
             self._expect_more()
         return "grow" in ctx.timers
-
-    def _waits_to_unpark(self, rung: Rung | None) -> bool:
-        """Whether others are coming back with those that make the rung."""
-        least = rung is not None and rung.num_nodes < self.ladder.max_nodes
-        return self._parked is not None and least and "unpark" in self.ctx.timers
 
     def _expect_more(self) -> None:
         """Put off growth for a moment: somebody has come, or warms up."""
@@ -943,13 +929,14 @@ class Coordinator(Role):
             return self._stop(EXIT_DONE, f"the last step, {step}, is done")
         if self._stopping is not None:
             saved = all(report.saved for report in self._ended.values())
-            where = f"saved at step {step}" if saved else f"stopped at step {step}; {NOT_SAID}"
+            where = f"saved at step {step}" if saved else f"stopped at step {step}; {_NOT_SAID}"
             return self._stop(EXIT_SAVED, f"{self._stopping}; {where}")
         # Workers also leave by themselves, to continue from an older state (numbers: rollback).
         self.phase = Phase.IDLE
         self.reason = "growth" if self._asked else "workers left"
-        if leaving := named_leaving(self.peers):
-            self.reason = f"{leaving} left"
+        if nodes := sorted(peer.member.node for peer in self.peers if peer.leaving):
+            more = f" and {len(nodes) - 4} more" if len(nodes) > 4 else ""
+            self.reason = f"{', '.join(nodes[:4])}{more} left"
         return self.advance()
 
     def _ask_all(self, request: Request) -> None:
@@ -982,14 +969,18 @@ class Coordinator(Role):
         if len(self._failures) < len(self.members):
             return False  # the cheap question first: every member asks it
         heard = {node for node, _ in self._failures}
-        peers = map(self.peers.get, self.members)
-        return all(peer.member.node in heard for peer in peers if peer is not None)
+        return all(p.member.node in heard for p in map(self.peers.get, self.members) if p)
 
     def _settled(self) -> None:
         """End the epoch for the failures that were reported."""
         if self.phase in BUSY and self._failures:
-            abort = abort_for(self._failures)
-            self._end_epoch(abort.reason, abort.victims, stacks=abort.stacks)
+            causes = [
+                item for item in self._failures if item[1].failure.kind is not Kind.COLLATERAL
+            ]
+            node, first = (causes or self._failures)[0]
+            reason = f"rank {first.rank} failed: {first.failure.detail}"
+            victims = (node,) if causes and node else ()
+            self._end_epoch(reason, victims, stacks=first.failure.kind is Kind.HANG)
 
     def _end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
         """Have the workers of the epoch killed everywhere; `stacks`: dump theirs first."""
@@ -1011,17 +1002,17 @@ class Coordinator(Role):
             members=self.members,
             everyone=ctx.everyone,
             lost=self._lost_nodes + gone,
-            left=self.departures.left_nodes | {p.member.node for p in self.peers if p.leaving},
+            left=self._left_nodes | {p.member.node for p in self.peers if p.leaving},
             reports=self._failures,
             committed=[commit.step for commit in self.lease.commits],
             stepped=self._stepped_in == ctx.epoch or any(r.stepped for _, r in self._failures),
             sizes=self.lease.sizes,
         )
-        ruling = attribute_end(end, ctx.history, settings.limits, ctx.now, ctx.excluded)
+        ruling = attribute_end(end, ctx.history, settings, ctx.now, ctx.excluded)
         if ruling is None:
             return
         self._lost_nodes, self._failures = [], []
-        self.departures.left_nodes.clear()
+        self._left_nodes.clear()
         self.reason, ctx.history = ruling.reason, ruling.history
         if ruling.drops is not None:
             self._drop(ruling.drops)
@@ -1160,7 +1151,7 @@ class Coordinator(Role):
         ctx, member = self.ctx, peer.member
         if peer.leaving:
             return
-        peer.leaving, self.departures.why[member.agent_id] = True, report.reason
+        peer.leaving, self._leaving[member.agent_id] = True, report.reason
         ctx.leaving[member.agent_id] = member
         ctx.log("member.leaving", member=member.node, host=member.host, reason=report.reason)
         self._send_all(Leaves(member=member))
@@ -1168,24 +1159,21 @@ class Coordinator(Role):
             ctx.after("together", TOGETHER_S)
 
     def _departures_decided(self) -> Transition | None:
-        """Let those go that were asked to within a moment."""
-        ctx = self.ctx
+        """Let those go that were asked to within a moment; when all were, the job saves and ends.
+
+        The others keep the state in memory; where too few stay for that, it is saved on storage.
+        """
         if self._stopping is not None:
             return None  # all go, once they have saved
-        how = decide(
-            all_leave=all(peer.leaving for peer in self.peers) and not self._others_may_live,
-            run_workers=self._held_by_epoch,
-            enough_stay=self._rung is not None,
-        )
-        if how is Departure.JOB_STOPS:
-            return self._save_and_stop(f"{next(iter(self.departures.why.values()))} on every node")
-        if how is Departure.NOW:
+        if all(peer.leaving for peer in self.peers) and not self._others_may_live:
+            return self._save_and_stop(f"{next(iter(self._leaving.values()))} on every node")
+        if not self._held_by_epoch:
             return self._let_go()
-        if how is Departure.AT_BOUNDARY:
-            ctx.after("boundary", BOUNDARY_S)
+        enough_stay = self._rung is not None
+        if enough_stay:
+            self.ctx.after("boundary", BOUNDARY_S)
         if self.phase is not Phase.DRAINING:
-            to_storage = how is Departure.SAVED_AT_BOUNDARY
-            self._ask_all(Request.STOP | Request.GROW if to_storage else Request.GROW)
+            self._ask_all(Request.GROW if enough_stay else Request.STOP | Request.GROW)
         return None
 
     @property
@@ -1201,7 +1189,7 @@ class Coordinator(Role):
     @property
     def _held_by_epoch(self) -> bool:
         """Whether some that leave run workers."""
-        return self.phase in BUSY and self.departures.run_workers(self.members)
+        return self.phase in BUSY and any(member in self._leaving for member in self.members)
 
     def _no_boundary(self) -> Transition | None:
         """End an epoch that does not come to a boundary."""
@@ -1213,7 +1201,7 @@ class Coordinator(Role):
 
     def _let_go(self) -> Transition | None:
         """Let go of those that no epoch needs any more; this agent goes last."""
-        ctx, why = self.ctx, self.departures.why
+        ctx, why = self.ctx, self._leaving
         if not why or "together" in ctx.timers or self._held_by_epoch:
             return None  # the cheap question first: every agent that joins asks it
         for peer in self.peers:
@@ -1354,16 +1342,11 @@ class Coordinator(Role):
             self.ctx.close(peer.conn)
 
 
+_NOT_SAID: Final = (
+    "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
+)
 _ONE_EACH: Final = "start one agent per node, or give each a --node of its own"
 
 
 def _newer(member: Member) -> str:
     return f"a newer agent of {member.node} has joined: {_ONE_EACH}"
-
-
-def _handlers(names: Iterable[str]) -> dict[str, Callable[..., Transition | None]]:
-    return {name: getattr(Coordinator, name) for name in names}
-
-
-_HANDLERS: Final = _handlers(on.handler for on in TRANSITIONS.values())
-"""Looked up once: a name in the table that is no method fails at import."""

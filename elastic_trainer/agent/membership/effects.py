@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from elastic_trainer.agent.membership.attribution import History, Limits
-from elastic_trainer.agent.membership.messages import Differ, Formed, Join, Message
+from elastic_trainer.agent.membership.attribution import History
+from elastic_trainer.agent.membership.messages import Formed, Join, Message
 from elastic_trainer.agent.membership.notices import (
     EpochAborted,
     EpochFormed,
@@ -28,7 +28,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersSeen,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
-from elastic_trainer.agent.membership.terms import Terms, differences, digest
+from elastic_trainer.agent.membership.terms import Terms, digest
 from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.ladder import Ladder
@@ -142,18 +142,6 @@ class Settings(ElasticSection):
         """How long workers continue though another epoch may have begun elsewhere."""
         return FENCE_RENEWALS * self.lease_renew_s
 
-    @property
-    def limits(self) -> Limits:
-        """What failures may cost."""
-        return Limits(
-            max_restarts=self.max_restarts,
-            max_crashes=self.max_crashes,
-            max_hangs=self.max_hangs,
-            no_progress=self.no_progress,
-            window_s=self.window_s,
-            node_failures=self.node_failures,
-        )
-
 
 _FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
 """Reports that hold beyond their epoch."""
@@ -246,13 +234,6 @@ class Context:
             said=dict(self.settings.terms) if said else {},
         )
         self.send(conn, message)
-
-    def join_with_terms(self, conn: Conn, theirs: Differ) -> None:
-        """Say what the coordinator has otherwise, and let it decide."""
-        names = self.me.node, theirs.node
-        _, may = differences(self.settings.terms, theirs.terms, names)
-        self.warn_of(may)
-        self.join(conn, said=True)
 
     def warn_of(self, differs: str) -> None:
         """Have the local agent say once what may differ between nodes, and does."""

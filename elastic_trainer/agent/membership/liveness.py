@@ -134,8 +134,8 @@ class Peers:
             self._by_conn.pop(old, None)
         return old
 
-    def remove(self, peer: Peer) -> Conn | None:
-        """Forget `peer`, whose node is absent from now on; return its connection, still open."""
+    def remove(self, peer: Peer) -> None:
+        """Forget `peer`, whose node is absent from now on; its connection stays open."""
         self.absent.add(peer.member.node)
         self._by_id.pop(peer.member.agent_id, None)
         self._cold.discard(peer.member.agent_id)
@@ -143,7 +143,7 @@ class Peers:
             del self._by_node[peer.member.node]
         if peer.probe is not None:
             self._by_probe.pop(peer.probe, None)
-        return self.disconnect(peer)
+        self.disconnect(peer)
 
     def conns(self, agent_ids: tuple[str, ...] | None = None) -> tuple[Conn, ...]:
         """Return the connections of these agents, or of all."""

@@ -17,6 +17,7 @@ from elastic_trainer.agent.membership.messages import (
     Won,
 )
 from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
+from elastic_trainer.agent.membership.terms import differences
 from elastic_trainer.board.state import BoardState, Token
 
 
@@ -113,8 +114,10 @@ class Role:
             case Join():
                 self.ctx.send(conn, Reject(code=None, reason="not the coordinator"))
                 self.ctx.close(conn)
-            case Differ():
-                self.ctx.join_with_terms(conn, message)
+            case Differ(node=node, terms=theirs):
+                ours = self.ctx.settings.terms
+                self.ctx.warn_of(differences(ours, theirs, (self.ctx.me.node, node))[1])
+                self.ctx.join(conn, said=True)
             case Elect(job=job, term=term):
                 lost = job == self.ctx.job and self.has_lost(term)
                 self.ctx.send(conn, Vote(lost=lost))

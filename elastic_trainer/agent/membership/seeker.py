@@ -80,7 +80,11 @@ class Seeker(Role):
             and self._seen.term == lease.term
             and self._seen.beat != lease.beat
         ):
-            return ToDone(EXIT_DO_NOT_RESTART, live_job_message(lease))
+            return ToDone(
+                EXIT_DO_NOT_RESTART,
+                f"the run is live in job {lease.job}, coordinated by {lease.node} "
+                f"({lease.address}:{lease.port}): cancel that job first, or wait for its end",
+            )
         self._note(lease)
         if (lease.address, lease.port) == (ctx.me.address, ctx.me.port):
             # The holder had this agent's port before: it is dead, and nobody else is there.
@@ -259,11 +263,3 @@ class Seeker(Role):
         if name in ("welcome", "retry") and not self._claiming:
             self.ctx.outbox.append(ReadBoard())
         return None
-
-
-def live_job_message(lease: Lease) -> str:
-    """Say which job holds the run, and how to fix it."""
-    return (
-        f"the run is live in job {lease.job}, coordinated by {lease.node} "
-        f"({lease.address}:{lease.port}): cancel that job first, or wait for its end"
-    )

@@ -70,6 +70,10 @@ def test_the_table_has_every_report():
     assert {type(report) for report in reports(3)} == set(get_args(Report))
 
 
+def test_the_table_names_methods():
+    assert all(callable(getattr(Coordinator, on.handler)) for on in TRANSITIONS.values())
+
+
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("report", reports(3), ids=lambda report: type(report).__name__)
 def test_a_report_does_nothing_in_a_phase_in_which_it_does_not_count(phase, report):
