@@ -299,8 +299,7 @@ class Coordinator(Role):
     def received(self, conn: Conn, message: Message) -> Transition | None:
         """Hear an agent, or of another coordinator."""
         self._unheard.discard(conn)
-        peer = self.peers.at(conn)
-        if peer is not None:
+        if (peer := self.peers.at(conn)) is not None:
             peer.heard = self.ctx.now
         if type(message) in TRANSITIONS:
             return self._on(type(message), conn, message)
@@ -328,10 +327,8 @@ class Coordinator(Role):
         return self._take(peer.member.agent_id, report)
 
     def _take(self, agent_id: str, report: Report) -> Transition | None:
-        """Take a report of any node's agent."""
         peer = self.peers.get(agent_id)
-        epoch = getattr(report, "epoch", self.ctx.epoch)
-        if peer is None or epoch != self.ctx.epoch:
+        if peer is None or getattr(report, "epoch", self.ctx.epoch) != self.ctx.epoch:
             return None
         return self._on(type(report), peer, report)
 
@@ -343,7 +340,8 @@ class Coordinator(Role):
 
     def _join(self, conn: Conn, join: Join) -> Transition | None:
         ctx, member = self.ctx, join.member
-        if self._has_to_say_its_terms(join):
+        ours = join.job == ctx.job and join.protocol == PROTOCOL
+        if ours and not join.said and join.terms != digest(ctx.settings.terms):
             ctx.send(conn, Differ(node=ctx.me.node, terms=dict(ctx.settings.terms)))
             return None
         if refusal := self._refusal(join):
@@ -364,15 +362,7 @@ class Coordinator(Role):
                 return transition
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
-        replaced = self.peers.connect(
-            member,
-            conn,
-            ctx.now,
-            ready=join.ready,
-            fresh=join.last_epoch == 0,
-            holds=join.holds,
-        )
-        if replaced is not None:
+        if (replaced := self.peers.connect(join, conn, ctx.now)) is not None:
             ctx.close(replaced)
         if self._expected is not None:
             self._expected.pop(conn, None)
@@ -415,17 +405,8 @@ class Coordinator(Role):
             return Reject(code=EXIT_TOO_FEW_NODES, reason=reason)
         return None
 
-    def _has_to_say_its_terms(self, join: Join) -> bool:
-        """Whether an agent's digest of its terms is another: it joins again, and says them."""
-        ctx = self.ctx
-        ours = join.job == ctx.job and join.protocol == PROTOCOL
-        return ours and not join.said and join.terms != digest(ctx.settings.terms)
-
     def _differs(self, join: Join) -> str:
-        """Return what an agent must have in common with this one and has not; empty: nothing.
-
-        What only may differ is put on record.
-        """
+        """Return what an agent lacks that it must share; record what may differ."""
         ctx, member = self.ctx, join.member
         names = member.node, ctx.me.node
         if join.protocol != PROTOCOL:
@@ -451,21 +432,19 @@ class Coordinator(Role):
         return member.node == me.node and member.agent_id != me.agent_id
 
     def _let_wait(self, member: Member) -> None:
-        """Leave a pod that was made anew under this one's name without an answer.
+        """Leave a new pod with this one's name without an answer: the job loses nothing meanwhile.
 
-        This pod was deleted by force, or its node is cut off from the API: it ends before long,
-        and with it the other's connection, who then looks for a coordinator at once. Until that
-        happens the job loses nothing.
+        This pod was deleted by force, or its node is cut off from the API: it ends before long.
+        That closes the other's connection, which looks for a coordinator at once.
         """
+        me = self.ctx.me
         if member.agent_id not in self._waiting:
             self._waiting.add(member.agent_id)
-            reason = (
-                f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
-            )
+            reason = f"{me.node} coordinates the job from {me.host} and still runs"
             self.ctx.log("member.waiting", member=member.node, host=member.host, reason=reason)
 
     def _refused(self, member: Member) -> Transition | None:
-        """Wait no longer for pods that find no other machine than those that are excluded."""
+        """Wait no longer for pods that find only excluded machines."""
         ctx = self.ctx
         if self._parked is not None and member.host in ctx.excluded:
             have, since = self._parked
@@ -504,8 +483,7 @@ class Coordinator(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """A probed agent listens: it may come back, or be dying."""
-        peer = self.peers.probed(conn)
-        if peer is not None:
+        if (peer := self.peers.probed(conn)) is not None:
             self.ctx.close(conn)
             self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
@@ -514,14 +492,11 @@ class Coordinator(Role):
         """A broken connection: one probe decides at once when the host refuses."""
         if self._expected is not None and self._expected.pop(conn, None) is not None:
             return self.advance()
-        peer = self.peers.at(conn)
-        if peer is not None:
+        if (peer := self.peers.at(conn)) is not None:
             self.peers.disconnect(peer)
             self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
             self._probe(peer)
-            return None
-        peer = self.peers.probed(conn)
-        if peer is not None:
+        elif (peer := self.peers.probed(conn)) is not None:
             if peer.conn is None and refused:
                 return self._lost(peer, "its connection ended and its address refuses another")
             self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
@@ -577,7 +552,7 @@ class Coordinator(Role):
         return self.advance()
 
     def _quarantine(self, node: str, host: str) -> None:
-        """Put on record that a machine that was lost once more takes no part for a while."""
+        """Record that a machine that was lost again takes no part for a while."""
         ctx = self.ctx
         if (until := ctx.history.quarantined(ctx.now).get(host)) is not None:
             seconds, losses = round(until - ctx.now, 3), len(ctx.history.losses()[host])
@@ -596,20 +571,15 @@ class Coordinator(Role):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
 
     def _is_cut_off(self) -> bool:
-        """Whether others may have begun an epoch beside the one that runs.
-
-        Agents are missing that may live, and the board has not said for long that this one leads:
-        those may have taken the lease.
-        """
-        silent_s = self.ctx.now - self.lease.confirmed
-        late = silent_s > self.ctx.settings.fence_s
+        """Whether agents that may live may have taken the lease, of which the board is silent."""
+        late = self.ctx.now - self.lease.confirmed > self.ctx.settings.fence_s
         return late and self.phase in BUSY and bool(self.peers.unsure)
 
     def _may_be_cut_off(self) -> bool:
         """Whether most members have fallen silent at once: then this agent may be the lost one.
 
-        They get the time to take the lease, for a few must not continue in the place of most.
-        Who still holds it then continues: the others are dead, or cannot reach the board.
+        They get the time to take the lease: few must not continue in the place of most. If this
+        agent still holds it then, the others are dead, or cannot reach the board.
         """
         ctx, settings, peers = self.ctx, self.ctx.settings, self.peers
         since = ctx.now - settings.dead_after_s / 2
@@ -713,10 +683,9 @@ class Coordinator(Role):
             self.ctx.after("hear", SILENT_BEATS * self.ctx.settings.heartbeat_s)
 
     def _pass_over_the_silent(self) -> Transition | None:
-        """Stop waiting for members of which nothing was heard, once no other comes either.
+        """Stop waiting for members whose kernels take connections but who do not answer.
 
-        Their kernels take connections, but nobody answers: they are stopped. One that is only
-        slow joins later.
+        They are stopped. One that is only slow joins later.
         """
         if self._expected is None:
             return None
@@ -725,12 +694,11 @@ class Coordinator(Role):
         return self.advance()
 
     def _park(self) -> Transition | None:
-        """Too few nodes are left for the last rung: wait, or end where none can come.
+        """Wait with too few nodes for the last rung, or end the job where none can come.
 
-        An excluded node does not come back. A pod does, and may find another machine; its
-        coordinator must not be on an excluded one itself. Where no controller makes lost nodes
-        anew, none may ever come: after `join_timeout_s` the job ends with 92, so that the
-        scheduler finds others. The rest of the allocation would only be held for nothing.
+        An excluded node does not come back. A pod does, perhaps on another machine, unless its
+        coordinator is on an excluded one itself. Where no controller replaces lost nodes, the job
+        ends with 92 after `join_timeout_s`: the scheduler finds others, and gets back the rest.
         """
         ctx, need = self.ctx, self.ladder.min_nodes
         have = len(self._able())
@@ -840,12 +808,9 @@ class Coordinator(Role):
         return self._hand_over()
 
     def _only_serve(self, known: set[str]) -> list[Member]:
-        """Return who runs no workers but may hold what nobody else does.
+        """Return who runs no workers but may hold state: who has left, leaves, or is in quarantine.
 
-        Those that have left, are about to, or are in quarantine.
-
-        Args:
-            known: agent ids of members and spares.
+        `known` are the agent ids of members and spares.
         """
         ctx = self.ctx
         idle = [peer.member for peer in self.peers if peer.ready]
@@ -853,9 +818,9 @@ class Coordinator(Role):
         return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
-        """Go, if this agent's machine is excluded and its pod can be made anew on another.
+        """Go, if this machine is excluded and the pod can start on another.
 
-        All know what is excluded, by the epoch just published; another agent ends it and continues.
+        The epoch just published says what is excluded; another agent ends it and continues.
         """
         ctx = self.ctx
         why = ctx.excluded.get(ctx.me.host)
@@ -952,10 +917,7 @@ class Coordinator(Role):
     # --- failures ------------------------------------------------------------------------
 
     def _failed(self, peer: Peer, report: WorkersFailed) -> None:
-        """End the epoch once it is known what a failure is: one node's, or that of all.
-
-        That is when all nodes have said theirs, or a moment later (`attribution.settle_s`).
-        """
+        """End the epoch once all nodes have said theirs, or a moment later (`settle_s`)."""
         ctx, wait_s = self.ctx, settle_s(report.failure)
         self._failures.append((peer.member.node, report))
         if self.phase not in BUSY:
@@ -1043,10 +1005,10 @@ class Coordinator(Role):
         """Exclude a machine from the job, for good unless the operator readmits it.
 
         Args:
-            node: for what it did there. It may have left since, or moved.
+            node: which failed there; it may have left or moved since.
             host: the machine; whoever is there goes.
             reason: why.
-            kind: of the failure that did it; None: the node itself has left.
+            kind: of the failure; None: the node left by itself.
         """
         ctx = self.ctx
         ctx.excluded[host] = reason
@@ -1178,10 +1140,7 @@ class Coordinator(Role):
 
     @property
     def _others_may_live(self) -> bool:
-        """Whether as many fell silent lately as are here: perhaps this side is the one cut off.
-
-        Then those here leave, and do not end the job of those there.
-        """
+        """Whether as many fell silent lately as are here: their job may go on without this side."""
         since = self.ctx.now - self.ctx.settings.join_timeout_s
         lately = sum(when >= since for when in self.peers.fell_silent.values())
         return lately >= len(self.peers)
@@ -1219,14 +1178,14 @@ class Coordinator(Role):
     def _is_needed(self, member: Member) -> bool:
         """Whether those that continue may need what `member` holds.
 
-        Not if they have committed in an epoch without it. The pods of a parked job are not made
-        anew before they have gone.
+        Not if they have committed in an epoch without it. Pods of a parked job have to go before
+        others take their places.
         """
         without = member.agent_id not in self.members and self._committed_in == self.ctx.epoch
         return not without and (self._rung is not None or not self.ctx.in_pod)
 
     def _release(self, peer: Peer, code: int, reason: str) -> None:
-        """Let an agent go that the others continue without, or wait for another in its place."""
+        """Let an agent go; the others continue, or wait for another in its place."""
         serves = self._is_needed(peer.member)
         if serves:
             self.ctx.has_left(peer.member)
@@ -1249,10 +1208,7 @@ class Coordinator(Role):
         return self._with(self.lease.swapped(state, token, won=False))
 
     def board_failed(self, error: str, *, gone: bool) -> Transition | None:
-        """The board does not answer: no new epoch, but the running one continues.
-
-        No epoch ever begins where the board cannot be put back: then the job ends.
-        """
+        """Continue the running epoch without a board; end the job where it cannot come back."""
         self.lease.failed()
         forms = self.phase is Phase.FORMING
         if not (gone and forms and self.ctx.now - self._form_asked >= FINAL_SWAP_S):
@@ -1321,7 +1277,7 @@ class Coordinator(Role):
             self.ctx.outbox.append(Send(conns, message))
 
     def _send_epoch(self, formed: Formed) -> None:
-        """Send an epoch: what has changed to those that hold the last one, else all of it."""
+        """Send what has changed to those that hold the last epoch, all of it to others."""
         held = self.ctx.everyone
         base, now = held.digest, (formed.members + formed.spares).digest
         knowing: list[Conn] = []
