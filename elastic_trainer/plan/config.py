@@ -370,7 +370,7 @@ class TrainConfig:
     interleave: int = 1
     """Stages per rank of the interleaved schedule."""
     validation: ValidationSection | None = None
-    """None: there is none."""
+    """None: not validated."""
     start_from: StartFrom | None = None
     """None: from initial values."""
     command: tuple[str, ...] | None = None

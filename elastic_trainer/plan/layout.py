@@ -118,8 +118,8 @@ class ParallelLayout:
 def layout_label(text: str) -> str:
     """Return the text form of a layout as people read it, without the axes of size 1.
 
-    `dp4-pp1-cp1-tp2`, as records have it, is `dp4·tp2`; `dp1` where every axis has size 1. What
-    is no layout stays what it is.
+    `dp4-pp1-cp1-tp2`, as records have it, is `dp4·tp2`; `dp1` where every axis has size 1. Other
+    texts stay what they are.
     """
     parts = [part for part in text.split("-") if re.fullmatch(r"[a-z]+1", part) is None]
     return "·".join(parts) or "dp1"

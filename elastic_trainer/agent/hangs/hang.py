@@ -1,7 +1,7 @@
 """Hang detection: by progress of step, section and counter, never by activity. Pure.
 
 How long a worker of the steady loop may stand still is learned from the gaps between its
-marks, for each part of a step and anew in each epoch, so for each layout. Time in which a
+marks, for each part of a step and again in each epoch, so for each layout. Time in which a
 worker could not run, for want of a processor, extends that; it is never progress.
 """
 
@@ -17,13 +17,13 @@ from elastic_trainer.worker.heartbeat import BUCKETS, WAITING, Beat, Pace, Secti
 
 P99_FACTOR: Final = 4.0
 LONGEST_FACTOR: Final = 2.0
-"""Of the longest gap seen in steady state: what happened once, harmlessly, may be rare."""
+"""Times the longest gap of the steady state: what happened once, harmlessly, may be rare."""
 STEP_FACTOR: Final = 2.0
-"""Of the time of a whole step: who stands still for less delays nobody by much."""
+"""Times a whole step: who stands still for less delays nobody by much."""
 WINDOW_S: Final = 600.0
 """Limits follow what happened in the last one or two of these."""
 FAST_BEATS: Final = 10
-"""Of a script by the time that its first step is seen: what comes before the second is fewer."""
+"""A script with as many has done its second step: what comes before that is fewer."""
 STOPPED_S: Final = 1.0
 """A stopped process makes no progress whatever it was doing."""
 
@@ -58,12 +58,12 @@ class WorkerProgress:
     local_rank: int
     beat: Beat
     idle_s: float
-    """Without the time in which it waited for a processor."""
+    """Less the time in which it waited for a processor."""
     limit_s: float
     ceiling_s: float
     """What the limit can never exceed."""
     state: str
-    """Of its process, a letter as in /proc/PID/stat; empty: not looked at."""
+    """Letter of its process as in /proc/PID/stat; empty: not looked at."""
 
     @property
     def hangs(self) -> bool:

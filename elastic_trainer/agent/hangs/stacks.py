@@ -37,9 +37,9 @@ FRONTS_S = 0.2
 """How long workers may take to say how far they are in their collectives: part of the half second
 that their agent has for its own answer (`hang_diagnosis.ANSWER_S`)."""
 MAX_BYTES = 1 << 18
-"""Of one file that is kept."""
+"""Longest file that is kept."""
 MAX_THREADS = 64
-"""Of one worker that are looked at."""
+"""Most threads of a worker that are looked at."""
 _POLL_S = 0.01
 _ENDED = frozenset({"", "Z"})
 _SILENT = _ENDED | {"T", "t"}
@@ -116,7 +116,7 @@ def gather_stacks(
         name = f"rank{one.target.rank}"
         dump.texts[f"{name}.txt"] = _text_of(one).encode()[:MAX_BYTES]
         if one.answers and (content := _read(flight_path(one.target.heartbeat))):
-            # Cut JSON is no JSON, and what does not fit says little.
+            # JSON that is cut cannot be read, and what does not fit says little.
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
     dump.seconds = time.monotonic() - begin
     return dump

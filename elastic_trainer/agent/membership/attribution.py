@@ -68,10 +68,7 @@ class Attribution:
 
 
 def settle_s(failure: Failure) -> float:
-    """Return how long the others' reports are worth waiting for, in seconds.
-
-    Dead or hung workers say all at once. An error may be shared, and what to do then differs.
-    """
+    """Return how many seconds the others' reports are worth waiting for: an error may be shared."""
     if failure.kind is Kind.COLLATERAL:
         return COLLATERAL_SETTLE_S
     return SETTLE_S if _may_be_of_all(failure) else 0.0
@@ -149,8 +146,7 @@ def _is_bad(report: WorkersFailed) -> bool:
 def _shared(primary: Reports, num_members: int, *, alone: bool) -> Attribution | None:
     """Return the error that most nodes have, if any: a user's is not tried again.
 
-    Of the program it is only when nothing else has happened (`alone`, and all errors alike):
-    whatever else went wrong may have caused it.
+    The program is blamed only if nothing else went wrong (`alone`, and all errors alike).
     """
     groups: dict[tuple[Kind, str], dict[str | None, WorkersFailed]] = defaultdict(dict)
     for node, report in primary:
@@ -186,7 +182,7 @@ def _first(primary: Reports, num_members: int) -> Attribution:
     if failure.kind in OF_THE_PROGRAM and len(alike) > 1:
         charged = None
     if failure.kind is Kind.CORRUPTION:
-        charged = None  # one of those that differ, but which?
+        charged = None  # one replica is wrong, but which?
     if num_members == 1 and failure.kind is not Kind.NODE_FAULT:
         charged = None  # nothing tells the only node from the program
     if failure.kind is Kind.USER_ERROR and not failure.sure and num_members > 1 == len(alike):
@@ -451,7 +447,7 @@ class EpochEnd:
     """What is known of an epoch that has ended."""
 
     members: Sequence[str]
-    """Agent ids of those that ran workers."""
+    """Ids of the agents that ran workers."""
     everyone: Members
     """All agents of the epoch."""
     lost: Sequence[str]
@@ -472,7 +468,7 @@ class Ruling:
     """What the end of an epoch comes to."""
 
     reason: str
-    """Of the next epoch, for people."""
+    """Why the next epoch begins, for people."""
     history: History
     consequences: tuple[tuple[Attribution, Consequence], ...]
     """One for each failure, in order; each counts those before it."""
@@ -519,10 +515,10 @@ def attribute_end(
 
 
 def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: History) -> bool:
-    """Whether a program failed because of how many nodes it had: on others it has trained.
+    """Whether a program failed because of how many nodes it had: other numbers have trained.
 
-    It did before its first step, alike on all ranks, or twice in a row: an error of one rank, of
-    which the rest see consequences, may pass.
+    It failed before its first step on all ranks alike, or twice in a row: the error of one rank
+    may pass.
     """
     size, trained = len(end.members), end.sizes.trained
     if end.stepped or not trained or size in (0, *trained) or len(found) != 1:
@@ -542,8 +538,7 @@ def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: Histor
 def _on_machine(found: Attribution, end: EpochEnd) -> Attribution:
     """Return it with the machine that the node had in the epoch that ended.
 
-    Where all nodes share one, as in a small cluster of pods, node and program cannot be told apart:
-    errors are then nobody's.
+    Where all nodes share one, errors are nobody's: node and program cannot be told apart.
     """
     error = found.kind is not Kind.NODE_LOST and found.action is not Action.EVICT
     if found.node is None or (error and len(end.everyone.hosts_of(end.members)) == 1):

@@ -97,7 +97,7 @@ from elastic_trainer.worker.heartbeat import Request
 GROW_SETTLE_S: Final = 2.0
 """Growth waits until nobody has come for so long: those that come together cost one epoch."""
 GROW_WAIT_S: Final = 30.0
-"""From when growth was possible it waits no longer than that."""
+"""Growth waits no longer than that once it is possible."""
 STRAYS_S: Final = SLOWEST_S
 """How long one that does not know the newest epoch, and leads, waits for its members: they look at
 the board so often, and may hold newer state than anybody else."""
@@ -250,7 +250,7 @@ class Coordinator(Role):
         self._parked: tuple[int, float] | None = None
         """(nodes left, since when) while they are too few for the last rung."""
         self._beat_sent = 0
-        """Of the lease, as sent to the others."""
+        """Beat of the lease that the others were sent last."""
         self._grow_by: float | None = None
         """When the epoch grows at the latest; None: it cannot."""
         self._waited_alone = False
@@ -391,7 +391,7 @@ class Coordinator(Role):
             )
         other = self.peers.of_node(node)
         if other is not None and other.fresh and join.last_epoch and other.member != member:
-            # Cut off or stopped for a while, and its pod was made anew meanwhile.
+            # Cut off or stopped for a while, and its pod has a successor.
             return Reject(code=EXIT_DO_NOT_RESTART, reason=_newer(member))
         if member.workers < ctx.settings.workers:
             return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
@@ -518,7 +518,7 @@ class Coordinator(Role):
         return self._lost(peer, "its connection ended and did not come back")
 
     def _beat(self) -> Transition | None:
-        """Say that this agent lives; drop those of which nothing is heard any more."""
+        """Say that this agent lives; drop agents that are silent for too long."""
         ctx = self.ctx
         ctx.after("beat", ctx.settings.heartbeat_s)
         self._send_all(Ping())
@@ -1159,7 +1159,7 @@ class Coordinator(Role):
         return self.advance()
 
     def _let_go(self) -> Transition | None:
-        """Let go of those that no epoch needs any more; this agent goes last."""
+        """Let agents go that no epoch needs any more; this one goes last."""
         ctx, why = self.ctx, self._leaving
         if not why or "together" in ctx.timers or self._held_by_epoch:
             return None  # the cheap question first: every agent that joins asks it

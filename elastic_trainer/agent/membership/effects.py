@@ -182,11 +182,11 @@ class Context:
     """Machines excluded, and why: no agent there may take part."""
     reports: list[Report] = field(default_factory=list)
     """What the local agent said of the present epoch, or for good: sent to every coordinator
-    that is joined anew, since the one before may have died with it unread."""
+    that is joined, since the one before may have died with it unread."""
     ready: bool = True
     """Whether this node's workers can be forked at once."""
     leaving: dict[str, Member] = field(default_factory=dict)
-    """Those that leave on request, by id: their end is no failure."""
+    """Agents that leave on request, by id: their end is not a failure."""
     left: dict[str, Left] = field(default_factory=dict)
     """Agents that have left and serve their snapshots, by id."""
     readmit: bool = False
@@ -255,7 +255,7 @@ class Context:
 
     @property
     def in_pod(self) -> bool:
-        """Whether an agent that ends is started anew, perhaps on another machine."""
+        """Whether an agent that ends is started again, perhaps on another machine."""
         return self.me.host != self.me.node
 
     def tell(self, notice: Notice) -> None:
@@ -282,7 +282,7 @@ class Context:
         self.left.setdefault(member.agent_id, left)
 
     def serving(self) -> Members:
-        """Return those that have left and serve their snapshots still."""
+        """Return the agents that have left and still serve their snapshots."""
         if not self.left:
             return NOBODY  # as nearly always: every agent that joins asks it
         return Members.of(left.member for left in self.left.values() if self.now < left.until)
@@ -335,5 +335,5 @@ class Context:
         self.abandon_epoch("cut off from the coordinator and from the board", self.me.node)
 
     def after(self, name: str, delay_s: float) -> None:
-        """Set (or set anew) the timer `name`."""
+        """Set the timer `name`, or set it again."""
         self.timers[name] = self.now + delay_s

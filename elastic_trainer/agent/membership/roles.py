@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
 from elastic_trainer.agent.membership.messages import (
@@ -45,19 +45,18 @@ class ToCandidate:
 
 @dataclass(frozen=True, slots=True)
 class ToCoordinator:
-    """The board is won. `expected`: members of the last epoch that will join on these links.
-
-    `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
-    `expected` that have said nothing yet. `amid`: the job has had newer epochs
-    than this agent knows.
-    """
+    """The board is won."""
 
     state: BoardState
     token: Token
-    expected: dict[Conn, str] | None = field(default=None)
+    expected: dict[Conn, str] | None = None
+    """Members of the last epoch that will join on these links."""
     gone: tuple[str, ...] = ()
+    """Dead nodes, for which a first epoch does not wait."""
     unheard: frozenset[Conn] = frozenset()
+    """Links of `expected` on which nothing was said yet."""
     amid: bool = False
+    """The job has had newer epochs than this agent knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Seeker(Role):
         """No epoch was published yet."""
         self._refused = False
         self._patience, self._waited = 1, 0
-        """In times of `dial_timeout_s`: for a coordinator that many ask at once."""
+        """How many `dial_timeout_s` a coordinator gets that many ask at once."""
         self._claiming = False
         self._looked = 0
         """Times that the board was read again without finding another coordinator there."""
@@ -147,7 +147,7 @@ class Seeker(Role):
             self._claiming = True
             term = (lease.term if lease else ctx.term) + 1
             before = state.lease or state.ended
-            # Submitted anew: whatever failed on so many nodes may have been repaired.
+            # Submitted again: whatever failed on so many nodes may have been repaired.
             again = before is None or is_of(ctx.job, before.job)
             sizes = state.sizes if again else Sizes()
             claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)), sizes=sizes)
