@@ -8,14 +8,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from elastic_trainer.storage.typed import parse_json
+
+_T = TypeVar("_T")
 
 
 def says(text: str) -> dict[str, str]:
     """Return the metadata of a field that job files have: `text` says there what it means."""
     return {"description": text}
+
+
+def option(default: _T, text: str) -> _T:
+    """Return the field of a key that job files may leave out; `text` as in `says`."""
+    return field(default=default, metadata=says(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +52,13 @@ class ModelShape:
     vocab_size: int = field(metadata=says("Rows of the embedding."))
     head_dim: int = 0
     """0: dim // num_heads."""
-    norm_eps: float = field(default=1e-5, metadata=says("Epsilon of RMSNorm."))
-    rope_theta: float = field(default=500000.0, metadata=says("Base of the rotary frequencies."))
-    rope_scaling_factor: float = field(
-        default=1.0, metadata=says("Llama 3.1 long-context scaling; 1 turns it off.")
-    )
-    rope_low_freq_factor: float = field(default=1.0, metadata=says("Llama 3.1 RoPE scaling."))
-    rope_high_freq_factor: float = field(default=4.0, metadata=says("Llama 3.1 RoPE scaling."))
-    rope_original_context: int = field(
-        default=8192, metadata=says("Context before scaling, in tokens.")
-    )
-    tie_embeddings: bool = field(
-        default=False, metadata=says("Embedding and head share their weights.")
-    )
+    norm_eps: float = option(1e-5, "Epsilon of RMSNorm.")
+    rope_theta: float = option(500000.0, "Base of the rotary frequencies.")
+    rope_scaling_factor: float = option(1.0, "Llama 3.1 long-context scaling; 1 turns it off.")
+    rope_low_freq_factor: float = option(1.0, "Llama 3.1 RoPE scaling.")
+    rope_high_freq_factor: float = option(4.0, "Llama 3.1 RoPE scaling.")
+    rope_original_context: int = option(8192, "Context before scaling, in tokens.")
+    tie_embeddings: bool = option(False, "Embedding and head share their weights.")
 
     @property
     def head_size(self) -> int:
@@ -143,9 +144,7 @@ class Qwen3(ModelShape):
     hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
     hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias", "use_sliding_window")
 
-    attention_bias: bool = field(
-        default=False, metadata=says("Of qwen3: the projections of attention have biases.")
-    )
+    attention_bias: bool = option(False, "Of qwen3: the projections of attention have biases.")
 
     @property
     def qk_norm(self) -> bool:
@@ -163,11 +162,8 @@ class Mistral(ModelShape):
     hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
     hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
-    sliding_window: int | None = field(
-        default=None,
-        metadata=says(
-            "Of mistral and mixtral: tokens that a position sees, itself included; null: all."
-        ),
+    sliding_window: int | None = option(
+        None, "Of mistral and mixtral: tokens that a position sees, itself included; null: all."
     )
 
 
@@ -199,8 +195,8 @@ class Mixtral(Mistral):
     )
     """With output_router_logits transformers adds the load-balancing loss to what it trains on."""
 
-    num_experts: int = field(default=1, metadata=says("Of mixtral: experts of a layer."))
-    experts_per_token: int = field(default=1, metadata=says("Of mixtral: experts a token goes to."))
+    num_experts: int = option(1, "Of mixtral: experts of a layer.")
+    experts_per_token: int = option(1, "Of mixtral: experts a token goes to.")
 
     @property
     def decoder(self) -> str:
@@ -229,9 +225,8 @@ class Plugin(ModelShape):
     plugin: str = field(
         metadata=says("Your own decoder instead of a family: module:Class, as my_model:MyModel.")
     )
-    params: int | None = field(
-        default=None,
-        metadata=says("Of a plugin: its number of parameters; null: Llama's of these dimensions."),
+    params: int | None = option(
+        None, "Of a plugin: its number of parameters; null: Llama's of these dimensions."
     )
     options: Mapping[str, str | int | float | bool | None] = field(
         default_factory=dict, metadata=says("Of a plugin: values for its class.")
