@@ -177,7 +177,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     "final": On(ANY, "_leave"),
     # Timers: who lives
     "beat": On(ANY, "_beat"),
-    "probe": On(ANY, "_probe_again"),
+    "probe": On(ANY, "_probe"),
     "gone": On(ANY, "_not_come_back"),
     "alone": On(ANY, "_waited_long_enough", advance=True),
     "quarantine": On(LIVE, "_watch_quarantine", advance=True),
@@ -495,20 +495,17 @@ class Coordinator(Role):
         if (peer := self.peers.at(conn)) is not None:
             self.peers.disconnect(peer)
             self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
-            self._probe(peer)
+            self._probe(peer.member.agent_id)
         elif (peer := self.peers.probed(conn)) is not None:
             if peer.conn is None and refused:
                 return self._lost(peer, "its connection ended and its address refuses another")
             self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
-    def _probe(self, peer: Peer) -> None:
-        if peer.conn is None and peer.probe is None:
+    def _probe(self, agent_id: str) -> None:
+        peer = self.peers.get(agent_id)
+        if peer is not None and peer.conn is None and peer.probe is None:
             self.peers.probe(peer, self.ctx.dial(peer.member.address, peer.member.port))
-
-    def _probe_again(self, agent_id: str) -> None:
-        if (peer := self.peers.get(agent_id)) is not None:
-            self._probe(peer)
 
     def _not_come_back(self, agent_id: str) -> Transition | None:
         peer = self.peers.get(agent_id)
@@ -722,33 +719,26 @@ class Coordinator(Role):
         return None
 
     def _parked_for_long(self) -> Transition | None:
-        """End a job that has waited long enough for nodes."""
         if self._parked is None:
             return None
-        have, settings = self._parked[0], self.ctx.settings
+        wait_s = self.ctx.settings.join_timeout_s
         if self.peers.num_ready < len(self.peers):  # one has come, and warms up
-            self.ctx.after("parked", settings.join_timeout_s)
+            self.ctx.after("parked", wait_s)
             return None
-        return self._stop(
-            EXIT_TOO_FEW_NODES,
-            f"{have} nodes are left, the smallest layout needs {self.ladder.min_nodes}"
-            f"{self._tried_in_vain}; no other came within {settings.join_timeout_s:.0f} s",
-        )
+        why = f"; no other came within {wait_s:.0f} s"
+        return self._stop_with_too_few(f"{self._parked[0]} nodes", why)
 
     def _give_up(self, have: int) -> Transition | None:
-        excluded, need = self.ctx.excluded, self.ladder.min_nodes
-        why = "; ".join(f"{host}: {reason}" for host, reason in sorted(excluded.items()))
-        return self._stop(
-            EXIT_TOO_FEW_NODES,
-            f"{have} healthy nodes are left, the smallest layout needs {need}{self._tried_in_vain} "
-            f"(excluded: {why})",
-        )
+        """End a job whose missing nodes are excluded."""
+        excluded = sorted(self.ctx.excluded.items())
+        why = "; ".join(f"{host}: {reason}" for host, reason in excluded)
+        return self._stop_with_too_few(f"{have} healthy nodes", f" (excluded: {why})")
 
-    @property
-    def _tried_in_vain(self) -> str:
-        """Which numbers of nodes the script cannot run, for people."""
+    def _stop_with_too_few(self, left: str, why: str) -> Transition | None:
         sizes = ", ".join(map(str, self.lease.sizes.dropped))
-        return f", for it cannot run on {sizes}" if sizes else ""
+        in_vain = f", for it cannot run on {sizes}" if sizes else ""
+        need = f"the smallest layout needs {self.ladder.min_nodes}{in_vain}"
+        return self._stop(EXIT_TOO_FEW_NODES, f"{left} are left, {need}{why}")
 
     def _publish(self) -> Transition | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
@@ -1198,7 +1188,7 @@ class Coordinator(Role):
         """Continue when the lease is still held, else step down."""
         lease = state.lease
         ours = won and lease is not None and lease.term == self.ctx.term
-        if ours and lease is not None and lease.beat != self._beat_sent:
+        if lease is not None and ours and lease.beat != self._beat_sent:
             self._beat_sent = lease.beat
             self._send_all(Renewed(beat=lease.beat))
         return self._with(self.lease.swapped(state, token, won=won))
