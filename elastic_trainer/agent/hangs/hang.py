@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
@@ -121,7 +121,7 @@ class HangWatch:
         self._device, self._floor_s = device, min(device.hang_floor_s, hang_ceiling_s)
         self._only_beating = only_beating
         self._watched: dict[int, _Watched] = {}
-        self._learned = Learned()
+        self._learned: dict[StepPart, float] = {}
 
     def observe(
         self,
@@ -184,7 +184,7 @@ class HangWatch:
             [sum(column) for column in zip(*(_since(w, part) for w in steady), strict=True)]
             for part in StepPart
         ]
-        self._learned = Learned.of(gaps, seconds / steps if steps else 0.0)
+        self._learned = learned_limits(gaps, seconds / steps if steps else 0.0)
 
     def _settle(self, watched: _Watched, now: float) -> None:
         beat = watched.beat
@@ -217,8 +217,8 @@ class HangWatch:
             return ceiling_s
         if self._only_beating:  # it shows steps only: an evaluation between them looks the same
             return ceiling_s
-        learned = self._learned.limit_s(watched.beat.part)
-        return ceiling_s if learned is None else min(ceiling_s, max(self._floor_s, learned))
+        longest = max(self._learned.values(), default=ceiling_s)  # parts that took no time yet
+        return min(ceiling_s, max(self._floor_s, self._learned.get(beat.part, longest)))
 
 
 def _since(watched: _Watched, part: StepPart) -> list[int]:
@@ -230,28 +230,18 @@ def _since(watched: _Watched, part: StepPart) -> list[int]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """Limits of the steady loop, as far as it has shown what is usual."""
+def learned_limits(gaps: Sequence[Sequence[int]], step_s: float) -> dict[StepPart, float]:
+    """Return the limit of each part that has shown what is usual.
 
-    by_part: Mapping[StepPart, float] = field(default_factory=dict)
-    overall: float | None = None
-    """For parts that were never seen to take any time; None: nothing is known yet."""
-
-    @classmethod
-    def of(cls, gaps: Sequence[Sequence[int]], step_s: float) -> Learned:
-        """Learn from histograms, one for each `StepPart`, and the time of a step."""
-        least = STEP_FACTOR * step_s
-        by_part = {
-            StepPart(part): max(least, gap_limit_s(buckets))
-            for part, buckets in enumerate(gaps)
-            if any(buckets) and part != StepPart.COMPILE
-        }
-        return cls(by_part, max(by_part.values()) if by_part else None)
-
-    def limit_s(self, part: StepPart) -> float | None:
-        """Return how long a worker may stand still in `part`; None: not known."""
-        return self.by_part.get(part, self.overall)
+    Args:
+        gaps: a histogram for each `StepPart`.
+        step_s: the time of a whole step.
+    """
+    return {
+        StepPart(part): max(STEP_FACTOR * step_s, gap_limit_s(buckets))
+        for part, buckets in enumerate(gaps)
+        if any(buckets) and part != StepPart.COMPILE
+    }
 
 
 def gap_limit_s(buckets: Sequence[int]) -> float:
