@@ -96,6 +96,10 @@ class _Watched:
     """When `middle` was set."""
     pace: Pace | None = None
 
+    @property
+    def is_steady(self) -> bool:
+        return self.steady_since is not None and self.beat.section is Section.STEP
+
 
 class HangWatch:
     """Watches the workers of one epoch; make a new one for the next.
@@ -199,23 +203,18 @@ class HangWatch:
             watched.steady_since, watched.steady_step = now, beat.step
 
     def _ceiling_s(self, watched: _Watched) -> float:
-        beat = watched.beat
-        steady = watched.steady_since is not None and beat.section is Section.STEP
-        compiles = beat.part is StepPart.COMPILE
-        return self._hang_ceiling_s if steady and not compiles else self._start_ceiling_s
+        compiles = watched.beat.part is StepPart.COMPILE
+        steady = watched.is_steady and not compiles
+        return self._hang_ceiling_s if steady else self._start_ceiling_s
 
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
         beat = watched.beat
         waits = beat.section is Section.FIRST_STEP and beat.part in WAITING
         if waits or beat.section is Section.CONNECTING:
             return min(ceiling_s, self._device.connect_s)
-        if watched.steady_since is None or beat.section is not Section.STEP:
-            return ceiling_s
-        if beat.part is StepPart.COMPILE:
-            return ceiling_s
-        if self._device.pins and beat.part is StepPart.SNAPSHOT and not beat.committed_step:
-            return ceiling_s
-        if self._only_beating:  # it shows steps only: an evaluation between them looks the same
+        pins = self._device.pins and beat.part is StepPart.SNAPSHOT and not beat.committed_step
+        teaches = watched.is_steady and beat.part is not StepPart.COMPILE and not pins
+        if not teaches or self._only_beating:  # a script's evaluation looks like a step
             return ceiling_s
         longest = max(self._learned.values(), default=ceiling_s)  # parts that took no time yet
         return min(ceiling_s, max(self._floor_s, self._learned.get(beat.part, longest)))

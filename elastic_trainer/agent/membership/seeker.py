@@ -213,13 +213,13 @@ class Seeker(Role):
             self._called = None
         if conn == self._link:
             self._link, self._refused = None, refused
-            self._grow_patient(refused=refused)
+            self._patience = 1 if refused else min(2 * self._patience, MAX_PATIENCE)
             self.ctx.timers.pop("welcome", None)
             self._look_again(in_time=True)
         return None
 
     def received(self, conn: Conn, message: Message) -> Transition | None:
-        """ToFollower who welcomes us; obey a definite no."""
+        """Follow who welcomes this agent; obey a definite no."""
         ctx = self.ctx
         match message:
             case Welcome(term=term) if conn == self._link and term >= ctx.term:
@@ -240,9 +240,6 @@ class Seeker(Role):
                 return None
         return super().received(conn, message)
 
-    def _grow_patient(self, *, refused: bool) -> None:
-        self._patience = 1 if refused else min(2 * self._patience, MAX_PATIENCE)
-
     def _drop_link(self) -> None:
         if self._link is not None:
             self.ctx.close(self._link)
@@ -259,7 +256,7 @@ class Seeker(Role):
             else:
                 self._drop_link()
                 self._refused = False
-                self._grow_patient(refused=False)
+                self._patience = min(2 * self._patience, MAX_PATIENCE)
         if name in ("welcome", "retry") and not self._claiming:
             self.ctx.outbox.append(ReadBoard())
         return None
