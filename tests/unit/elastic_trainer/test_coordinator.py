@@ -106,3 +106,14 @@ def test_where_a_report_leads(phase, report, then):
     one = coordinator(phase)
     one.received(1, wrap(report))
     assert one.phase is then
+
+
+@pytest.mark.parametrize(
+    ("phase", "then"), [(Phase.IDLE, Phase.ENDING), (Phase.RUNNING, Phase.DRAINING)]
+)
+def test_when_all_are_asked_to_go_the_job_saves_what_runs_and_ends(phase, then):
+    one = coordinator(phase)
+    one.reported(LeaveAsked(reason="drained"))
+    one.received(1, wrap(LeaveAsked(reason="drained")))
+    one.timer("together")
+    assert (one.phase, one._stopping) == (then, "drained on every node")
