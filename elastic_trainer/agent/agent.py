@@ -36,7 +36,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.hangs.procfs import is_stuck
+from elastic_trainer.agent.hangs.stacks import is_stuck
 from elastic_trainer.agent.membership.attribution import gather
 from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.lease import is_of

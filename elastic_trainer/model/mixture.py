@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.model.decoder import Block, Decoder, FeedForward
-from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models import Mixtral, ModelShape
 
 
 class Expert(FeedForward):

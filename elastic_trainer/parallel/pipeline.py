@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from elastic_trainer.model.decoder import Decoder
-from elastic_trainer.plan.stages import StageSpan
+from elastic_trainer.plan.layout import StageSpan
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits, targets) of one micro-batch -> the scalar whose gradient is wanted."""

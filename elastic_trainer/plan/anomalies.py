@@ -25,7 +25,7 @@ SIGMAS: Final = 10.0
 MIN_LOSS_RISE: Final = 0.1
 """Nats; a loss near zero doubles easily."""
 _MAD_TO_SIGMA: Final = 1.4826
-"""Of a normal distribution: standard deviation over the median absolute deviation."""
+"""Standard deviation over median absolute deviation, of a normal distribution."""
 
 
 class AnomalyKind(enum.StrEnum):
@@ -106,17 +106,16 @@ class AnomalyRecord:
         return self if skip in self.skips else replace(self, skips=(*self.skips, skip))
 
     def with_void(self, void: Void) -> AnomalyRecord:
-        """Return the record with `void`, without those that say no more than it does."""
+        """Return the record with `void`, without voids that it covers."""
         if any(v.epoch >= void.epoch and v.step <= void.step for v in self.voids):
             return self
         others = (v for v in self.voids if v.epoch > void.epoch or v.step < void.step)
         return replace(self, voids=(*others, void))
 
     def pruned(self, oldest_step: int) -> AnomalyRecord:
-        """Return the record without skips that no restore and no budget will ask for again.
+        """Return the record without skips that no budget and no restore can ask for again.
 
-        Args:
-            oldest_step: the oldest state that a restore could go back to.
+        `oldest_step` is the oldest state that a restore could go back to.
         """
         newest = max((skip.last for skip in self.skips), default=0)
         keep_from = min(oldest_step, newest - BUDGET_STEPS)
@@ -223,8 +222,8 @@ def spike(
 
     A spike is more than `ratio` times the median, more than `SIGMAS` robust standard
     deviations (median absolute deviation of the logarithms) above it, and more than `rise`
-    above it. Losses and norms are positive and scatter by a factor, so logarithms it is; median
-    and MAD bear a window half of which is wrong.
+    above it. Logarithms, for losses and norms scatter by a factor; median and MAD bear a window
+    half of which is wrong.
 
     Args:
         value: finite, not negative.
@@ -256,9 +255,8 @@ def rollback_target(step: int, back: int, states: Iterable[int], *, start_step: 
         start_step: what a run without any state begins with.
 
     Returns:
-        `step - back` when there is a state so old. Else the oldest state's step: going back less
-        far beats beginning again. None when that would mean nothing to go back to but
-        the start, which is further away than `back`.
+        `step - back` where a state is so old, else the oldest state's step: going back less far
+        beats beginning again. None where only the start is left, further away than `back`.
     """
     wanted = step - back
     stored = sorted(state for state in states if state < step)

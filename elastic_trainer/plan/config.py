@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_trainer.plan.ladder import Ladder
-from elastic_trainer.plan.models import ModelShape, raw_of, says, shape_of
+from elastic_trainer.plan.models import ModelShape, option, raw_of, says, shape_of
 from elastic_trainer.storage.typed import check_types, parse_json
 
 TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
@@ -30,16 +30,14 @@ version 2 with the former default.
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay to `min_lr_ratio * lr`."""
 
-    lr: float = field(default=3e-4, metadata=says("Peak learning rate."))
-    warmup_steps: int = field(default=0, metadata=says("Steps of linear warm-up."))
-    min_lr_ratio: float = field(
-        default=0.1, metadata=says("Final learning rate as a fraction of lr.")
-    )
-    weight_decay: float = field(default=0.1, metadata=says("Decay of matrices; norms have none."))
-    beta1: float = field(default=0.9, metadata=says("Decay of the first moment."))
-    beta2: float = field(default=0.95, metadata=says("Decay of the second moment."))
-    eps: float = field(default=1e-8, metadata=says("Epsilon of AdamW."))
-    clip_norm: float = field(default=1.0, metadata=says("Largest global gradient norm; 0: off."))
+    lr: float = option(3e-4, "Peak learning rate.")
+    warmup_steps: int = option(0, "Steps of linear warm-up.")
+    min_lr_ratio: float = option(0.1, "Final learning rate as a fraction of lr.")
+    weight_decay: float = option(0.1, "Decay of matrices; norms have none.")
+    beta1: float = option(0.9, "Decay of the first moment.")
+    beta2: float = option(0.95, "Decay of the second moment.")
+    eps: float = option(1e-8, "Epsilon of AdamW.")
+    clip_norm: float = option(1.0, "Largest global gradient norm; 0: off.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +46,22 @@ class TrainSection:
 
     seq_len: int = field(metadata=says("Tokens per sequence."))
     global_batch: int = field(metadata=says("Sequences per step, in every fallback layout."))
-    micro_batch: int = field(default=1, metadata=says("Sequences per forward pass of one dp rank."))
+    micro_batch: int = option(1, "Sequences per forward pass of one dp rank.")
     steps: int = field(metadata=says("Optimizer steps."))
-    seed: int = field(default=0, metadata=says("Seed of initialisation and sample order."))
-    precision: str = field(
-        default="bf16", metadata=says("bf16 (mixed: fp32 parameters and reductions) or fp32.")
+    seed: int = option(0, "Seed of initialisation and sample order.")
+    precision: str = option("bf16", "bf16 (mixed: fp32 parameters and reductions) or fp32.")
+    float8: bool = option(
+        False, "Multiply the layers' matrices in float8, by torchao: docs/parallelism.md."
     )
-    float8: bool = field(
-        default=False,
-        metadata=says("Multiply the layers' matrices in float8, by torchao: docs/parallelism.md."),
+    recompute: str = option("selective", "Activation checkpointing.")
+    compile: bool = option(False, "Compile each layer with torch.compile.")
+    no_sync: bool | None = option(
+        None,
+        "Reduce gradients after the last micro-batch of a step only, which needs whole fp32 "
+        "gradients on every GPU; null: on rungs whose predicted memory leaves 10 % free.",
     )
-    recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
-    compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
-    no_sync: bool | None = field(
-        default=None,
-        metadata=says(
-            "Reduce gradients after the last micro-batch of a step only, which needs whole fp32 "
-            "gradients on every GPU; null: on rungs whose predicted memory leaves 10 % free."
-        ),
-    )
-    deterministic: bool = field(
-        default=False,
-        metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),
+    deterministic: bool = option(
+        False, "On GPUs, only algorithms that do the same bit for bit (some are slower)."
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -79,19 +71,13 @@ class DataSection:
     """Where the tokens come from. Paths are absolute."""
 
     path: str = field(metadata=says("File or folder; relative to the job file's folder."))
-    format: str = field(
-        default="text",
-        metadata=says(
-            "text files, nanoGPT .bin shards, Megatron .bin/.idx, or sft: examples in JSON lines."
-        ),
+    format: str = option(
+        "text",
+        "text files, nanoGPT .bin shards, Megatron .bin/.idx, or sft: examples in JSON lines.",
     )
-    tokenizer: str = field(
-        default="bytes",
-        metadata=says("bytes (vocabulary 256), or the path of a tokenizer.json."),
-    )
-    cut_long: bool = field(
-        default=False,
-        metadata=says("Of sft: cut examples longer than seq_len + 1 tokens; false: refuse them."),
+    tokenizer: str = option("bytes", "bytes (vocabulary 256), or the path of a tokenizer.json.")
+    cut_long: bool = option(
+        False, "Of sft: cut examples longer than seq_len + 1 tokens; false: refuse them."
     )
 
     @property
@@ -110,9 +96,7 @@ class ValidationSection:
     every_steps: int = field(
         metadata=says("Validate after every multiple of this many steps, and after the last one.")
     )
-    batches: int | None = field(
-        default=None, metadata=says("Global batches each time; null: all of path, once.")
-    )
+    batches: int | None = option(None, "Global batches each time; null: all of path, once.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,21 +104,17 @@ class CheckpointSection:
     """Checkpoints on storage. `dir` is absolute."""
 
     dir: str
-    every_s: float | None = field(
-        default=600.0,
-        metadata=says("Seconds between checkpoints; null: only by every_steps and at the end."),
+    every_s: float | None = option(
+        600.0, "Seconds between checkpoints; null: only by every_steps and at the end."
     )
-    every_steps: int | None = field(
-        default=None, metadata=says("Also checkpoint after every multiple of this many steps.")
+    every_steps: int | None = option(
+        None, "Also checkpoint after every multiple of this many steps."
     )
-    keep: int = field(default=3, metadata=says("Newest checkpoints kept."))
-    keep_every_steps: int | None = field(
-        default=None,
-        metadata=says("Multiples of this many steps are kept for ever (for evaluation)."),
+    keep: int = option(3, "Newest checkpoints kept.")
+    keep_every_steps: int | None = option(
+        None, "Multiples of this many steps are kept for ever (for evaluation)."
     )
-    memory_every_steps: int = field(
-        default=1, metadata=says("Steps between snapshots in memory; 0: none.")
-    )
+    memory_every_steps: int = option(1, "Steps between snapshots in memory; 0: none.")
 
 
 NO_DOMAIN: Final = "none"
@@ -145,113 +125,78 @@ NO_DOMAIN: Final = "none"
 class ElasticSection:
     """How the job lives with failures."""
 
-    min_nodes: int | None = field(
-        default=None,
-        metadata=says(
-            "Fewest nodes to train on; null: the nodes of one dp replica, of a command all "
-            "nodes, for its batch changes with them."
-        ),
+    min_nodes: int | None = option(
+        None,
+        "Fewest nodes to train on; null: the nodes of one dp replica, of a command all "
+        "nodes, for its batch changes with them.",
     )
-    sizes: tuple[int, ...] | None = field(
-        default=None,
-        metadata=says(
-            "Numbers of nodes to train on, as [4, 2, 1], for a script whose batch not all numbers "
-            "divide; the rest are spares. null: each from min_nodes to nodes that a layout fits."
-        ),
+    sizes: tuple[int, ...] | None = option(
+        None,
+        "Numbers of nodes to train on, as [4, 2, 1], for a script whose batch not all numbers "
+        "divide; the rest are spares. null: each from min_nodes to nodes that a layout fits.",
     )
-    max_restarts: int = field(
-        default=100, metadata=says("Job-wide restarts within window_s; then exit code 94.")
+    max_restarts: int = option(100, "Job-wide restarts within window_s; then exit code 94.")
+    max_crashes: int = option(10, "Of these, restarts after errors of the program.")
+    max_hangs: int = option(20, "Of these, restarts after hangs.")
+    no_progress: int = option(
+        3,
+        "Exit code 93 after so many failures of the program, or hangs, without a newly "
+        "committed step between them.",
     )
-    max_crashes: int = field(
-        default=10, metadata=says("Of these, restarts after errors of the program.")
+    window_s: float = option(86400.0, "Seconds that max_restarts looks back.")
+    node_failures: int = option(
+        2,
+        "A node that fails this many times within window_s leaves the job; a program's own "
+        "errors do not count.",
     )
-    max_hangs: int = field(default=20, metadata=says("Of these, restarts after hangs."))
-    no_progress: int = field(
-        default=3,
-        metadata=says(
-            "Exit code 93 after so many failures of the program, or hangs, without a newly "
-            "committed step between them."
-        ),
+    hang_ceiling_s: float = option(
+        300.0, "Seconds without progress after which a worker counts as hung."
     )
-    window_s: float = field(default=86400.0, metadata=says("Seconds that max_restarts looks back."))
-    node_failures: int = field(
-        default=2,
-        metadata=says(
-            "A node that fails this many times within window_s leaves the job; a program's own "
-            "errors do not count."
-        ),
+    hang_floor_s: float | None = option(
+        None,
+        "Below it no shorter limit is learned from what is usual in the run; null: 2 on CPUs, "
+        "30 on GPUs.",
     )
-    hang_ceiling_s: float = field(
-        default=300.0,
-        metadata=says("Seconds without progress after which a worker counts as hung."),
+    straggler: str = option(
+        "report", "A rank slower than its peers: off, report, or swap for a spare."
     )
-    hang_floor_s: float | None = field(
-        default=None,
-        metadata=says(
-            "Below it no shorter limit is learned from what is usual in the run; null: 2 on CPUs, "
-            "30 on GPUs."
-        ),
+    start_ceiling_s: float = option(1800.0, "The same until the second step of an epoch is done.")
+    join_timeout_s: float = option(
+        600.0, "Seconds the first epoch waits for all nodes, and a job with too few for more."
     )
-    straggler: str = field(
-        default="report",
-        metadata=says("A rank slower than its peers: off, report, or swap for a spare."),
+    heartbeat_s: float = option(1.0, "Seconds between heartbeats of agents.")
+    dead_after_s: float = option(5.0, "Seconds of silence: the agent is dead.")
+    progress_pattern: str | None = option(
+        None, "Of a command: where its output says the step; null: the optimizer's steps."
     )
-    start_ceiling_s: float = field(
-        default=1800.0, metadata=says("The same until the second step of an epoch is done.")
+    preload: str | None = option(
+        None,
+        "Of a Python command: modules, separated by commas, that each node imports once, "
+        "before it forks workers: torch is anyway.",
     )
-    join_timeout_s: float = field(
-        default=600.0,
-        metadata=says(
-            "Seconds the first epoch waits for all nodes, and a job with too few for more."
-        ),
+    from_scratch: bool = option(
+        False,
+        "Of a command: it may begin at its first step after each restart; else the second time "
+        "in a row ends the job with exit code 93.",
     )
-    heartbeat_s: float = field(default=1.0, metadata=says("Seconds between heartbeats of agents."))
-    dead_after_s: float = field(
-        default=5.0, metadata=says("Seconds of silence: the agent is dead.")
+    stop_grace_s: float = option(
+        30.0, "Of a command that takes no requests: seconds from stop_signal to SIGKILL."
     )
-    progress_pattern: str | None = field(
-        default=None,
-        metadata=says("Of a command: where its output says the step; null: the optimizer's steps."),
+    stop_signal: str = option(
+        "TERM",
+        "Of a command that takes no requests: the signal that asks it to save and to end, in "
+        "place of SIGTERM, as USR1.",
     )
-    preload: str | None = field(
-        default=None,
-        metadata=says(
-            "Of a Python command: modules, separated by commas, that each node imports once, "
-            "before it forks workers: torch is anyway."
-        ),
+    standby: bool = option(
+        False,
+        "While an epoch runs each worker has a second process that has compiled what the next "
+        "epoch will need and waits for it: shorter recovery, more memory.",
     )
-    from_scratch: bool = field(
-        default=False,
-        metadata=says(
-            "Of a command: it may begin at its first step after each restart; else the second time "
-            "in a row ends the job with exit code 93."
-        ),
-    )
-    stop_grace_s: float = field(
-        default=30.0,
-        metadata=says("Of a command that takes no requests: seconds from stop_signal to SIGKILL."),
-    )
-    stop_signal: str = field(
-        default="TERM",
-        metadata=says(
-            "Of a command that takes no requests: the signal that asks it to save and to end, in "
-            "place of SIGTERM, as USR1."
-        ),
-    )
-    standby: bool = field(
-        default=False,
-        metadata=says(
-            "While an epoch runs each worker has a second process that has compiled what the next "
-            "epoch will need and waits for it: shorter recovery, more memory."
-        ),
-    )
-    failure_domain: str | None = field(
-        default=None,
-        metadata=says(
-            "Nodes that are lost together; copies of the state go outside. Slurm: levels of its "
-            "topology above the node, or none; null: 1, the leaf switch or block. Kubernetes: a "
-            "label of nodes, as topology.kubernetes.io/zone, or none; null: none."
-        ),
+    failure_domain: str | None = option(
+        None,
+        "Nodes that are lost together; copies of the state go outside. Slurm: levels of its "
+        "topology above the node, or none; null: 1, the leaf switch or block. Kubernetes: a "
+        "label of nodes, as topology.kubernetes.io/zone, or none; null: none.",
     )
 
 
@@ -259,36 +204,26 @@ class ElasticSection:
 class NumbersSection:
     """What follows from wrong numbers; see docs/numbers.md."""
 
-    non_finite: str = field(
-        default="skip",
-        metadata=says(
-            "Loss or gradient norm is NaN or infinite: skip the batch, go back and skip, or stop "
-            "(exit code 93). Such a gradient is never applied."
-        ),
+    non_finite: str = option(
+        "skip",
+        "Loss or gradient norm is NaN or infinite: skip the batch, go back and skip, or stop "
+        "(exit code 93). Such a gradient is never applied.",
     )
-    loss_spike: str = field(
-        default="report",
-        metadata=says("A loss far above those before: ignore, report, skip, rollback, stop."),
+    loss_spike: str = option(
+        "report", "A loss far above those before: ignore, report, skip, rollback, stop."
     )
-    grad_spike: str = field(default="report", metadata=says("The same, of the gradient norm."))
-    loss_ratio: float = field(
-        default=1.5,
-        metadata=says("A spike is more than this many times the median of the window."),
+    grad_spike: str = option("report", "The same, of the gradient norm.")
+    loss_ratio: float = option(
+        1.5, "A spike is more than this many times the median of the window."
     )
-    grad_ratio: float = field(default=5.0, metadata=says("The same, of the gradient norm."))
-    window: int = field(
-        default=64, metadata=says("Steps of the median; no decision before half of them.")
+    grad_ratio: float = option(5.0, "The same, of the gradient norm.")
+    window: int = option(64, "Steps of the median; no decision before half of them.")
+    rollback_steps: int = option(
+        10, "Steps a rollback goes back at least; their batches are passed over."
     )
-    rollback_steps: int = field(
-        default=10,
-        metadata=says("Steps a rollback goes back at least; their batches are passed over."),
-    )
-    max_skips: int = field(
-        default=10, metadata=says("Skips and rollbacks within 1,000 steps; then exit code 93.")
-    )
-    replica_check_steps: int | None = field(
-        default=None,
-        metadata=says("Compare replicas of parameters every this many steps; null: never."),
+    max_skips: int = option(10, "Skips and rollbacks within 1,000 steps; then exit code 93.")
+    replica_check_steps: int | None = option(
+        None, "Compare replicas of parameters every this many steps; null: never."
     )
 
 
@@ -296,21 +231,16 @@ class NumbersSection:
 class NetworkSection:
     """Which addresses and ports agents and workers use."""
 
-    interface: str = field(default="auto", metadata=says("Interface name, or auto."))
-    cidr: str | None = field(
-        default=None, metadata=says("Network the addresses are taken from, as 10.0.0.0/8.")
+    interface: str = option("auto", "Interface name, or auto.")
+    cidr: str | None = option(None, "Network the addresses are taken from, as 10.0.0.0/8.")
+    ports: str | None = option(None, "low-high; null: the system picks.")
+    copy_interfaces: tuple[str, ...] = option(
+        (),
+        "Interfaces that copies of snapshots use, by local rank in turn; each in a subnet of "
+        "its own. Empty: all use the one of the agents.",
     )
-    ports: str | None = field(default=None, metadata=says("low-high; null: the system picks."))
-    copy_interfaces: tuple[str, ...] = field(
-        default=(),
-        metadata=says(
-            "Interfaces that copies of snapshots use, by local rank in turn; each in a subnet of "
-            "its own. Empty: all use the one of the agents."
-        ),
-    )
-    metrics_port: int | None = field(
-        default=None,
-        metadata=says("Port at which each agent serves its node's metrics; null: it does not."),
+    metrics_port: int | None = option(
+        None, "Port at which each agent serves its node's metrics; null: it does not."
     )
 
 
@@ -370,7 +300,7 @@ class TrainConfig:
     interleave: int = 1
     """Stages per rank of the interleaved schedule."""
     validation: ValidationSection | None = None
-    """None: there is none."""
+    """None: not validated."""
     start_from: StartFrom | None = None
     """None: from initial values."""
     command: tuple[str, ...] | None = None

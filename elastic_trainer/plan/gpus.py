@@ -34,11 +34,7 @@ class Gpu(NamedTuple):
 
 
 def answering(answer: str) -> list[Gpu]:
-    """Return the GPUs of QUERY's answer.
-
-    A GPU that has fallen off the bus has no line in it, or one that says so, or the tool fails as
-    a whole.
-    """
+    """Return the GPUs of QUERY's answer; one that fell off the bus has no line, or says so."""
     rows = ([*map(str.strip, line.split(",")), "", ""][:3] for line in answer.splitlines())
     return [Gpu(*row) for row in rows if row[0].isdecimal()]
 
@@ -49,7 +45,7 @@ def uuids_in(text: str) -> list[str]:
 
 
 def place_of(address: str) -> tuple[int, int, int] | None:
-    """Return domain, bus and device of an address; None: it is none.
+    """Return domain, bus and device of an address; None: it is something else.
 
     The kernel writes PCI:0000:4f:00, nvidia-smi 00000000:4F:00.0 for the same.
     """

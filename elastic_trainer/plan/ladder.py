@@ -93,7 +93,7 @@ class Ladder:
         """Invert `to_ranges`.
 
         Raises:
-            ValueError: it is no ladder.
+            ValueError: it is not a ladder.
         """
         if sum(entry.get("count", 1) for entry in raw) > MAX_RUNGS:
             raise ValueError(f"a ladder of more than {MAX_RUNGS:,} rungs")
@@ -108,7 +108,7 @@ class Ladder:
     def without(self, sizes: Collection[int]) -> Ladder:
         """Return the ladder without the rungs of these numbers of nodes; all of it if none is left.
 
-        A ladder that was made anew since may have no other.
+        A ladder that was planned again since may have no other.
         """
         return Ladder(tuple(r for r in self.rungs if r.num_nodes not in sizes) or self.rungs)
 

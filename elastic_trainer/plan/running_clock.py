@@ -24,7 +24,7 @@ class RunningClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, clock()
         self.stopped_s = 0.0
-        """In all."""
+        """Total of what was left out."""
 
     def __call__(self) -> float:
         """Return the time; a gap since the last reading of over LONGEST_S is left out."""

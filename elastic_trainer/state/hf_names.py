@@ -77,7 +77,7 @@ def hf_config(
     """Return the content of `config.json`.
 
     Written in the form of transformers 4 (`rope_theta`, `rope_scaling`,
-    `torch_dtype`), which 5 reads as well. `elastic_trainer.plan.hf_config` reads it
+    `torch_dtype`), which 5 reads as well. `elastic_trainer.plan.models` reads it
     back to an equal shape.
 
     Args:

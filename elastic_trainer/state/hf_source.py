@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from elastic_trainer.model.decoder import build
-from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ConfigError, ModelShape, parse_hf_config
 from elastic_trainer.state.errors import InputError
 from elastic_trainer.state.hf_names import (
     CONFIG_NAME,

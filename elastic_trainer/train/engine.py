@@ -18,7 +18,7 @@ from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
 from elastic_trainer.parallel.tensor import token_loss_sum
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Rung
-from elastic_trainer.plan.stages import split_layers, stages_of_rank
+from elastic_trainer.plan.layout import split_layers, stages_of_rank
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.marks import Mark, mark_compiling, mark_stage
 

@@ -2,7 +2,7 @@
 
 SIGTERM means that this pod goes: its agent leaves the job, which continues without it; only when
 all are asked to stop at once does the job save and end
-(elastic_trainer/agent/membership/departures.py). After `cancel --save` (RUN/stop.json is there) it
+(elastic_trainer/agent/membership/coordinator.py). After `cancel --save` (RUN/stop.json is there) it
 means the whole job.
 """
 

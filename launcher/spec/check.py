@@ -8,8 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import FAMILIES, PUBLISHED_CONTEXT, ModelShape, Plugin
-from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models import FAMILIES, PUBLISHED_CONTEXT, Mixtral, ModelShape, Plugin
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer, Problem
 from launcher.spec.hardware import CPU, GPUS

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.layout import ParallelLayout, end_weight, split_evenly, stages_of_rank
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.plan.stages import end_weight, split_evenly, stages_of_rank
 
 GIB: Final = 2**30
 CONTEXT_BYTES: Final = 3 * GIB // 2

@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from elastic_trainer.plan.command import UNKNOWN_STEPS
-from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
-from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin
-from elastic_trainer.plan.templates import names_in, preset
+from elastic_trainer.plan.command import UNKNOWN_STEPS, names_in, preset
+from elastic_trainer.plan.models import (
+    FAMILIES,
+    PRESETS,
+    ConfigError,
+    ModelShape,
+    Plugin,
+    parse_hf_config,
+)
 from elastic_trainer.storage.files import open_regular, read_regular
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where

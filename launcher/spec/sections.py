@@ -23,10 +23,7 @@ from elastic_trainer.plan.config import (
     ValidationSection,
 )
 from elastic_trainer.plan.layout import AXES
-from elastic_trainer.plan.models import FAMILIES, ModelShape, Plugin
-from elastic_trainer.plan.models.mistral import Mistral
-from elastic_trainer.plan.models.mixtral import Mixtral
-from elastic_trainer.plan.models.qwen3 import Qwen3
+from elastic_trainer.plan.models import FAMILIES, Mistral, Mixtral, ModelShape, Plugin, Qwen3
 from launcher.spec.values import (
     Above,
     Becomes,

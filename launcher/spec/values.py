@@ -23,11 +23,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from elastic_trainer.plan.command import split_command
+from elastic_trainer.plan.command import NAMES, explain, split_command, unknown_names
 from elastic_trainer.plan.config import TRACKERS
 from elastic_trainer.plan.layout import AXES
 from elastic_trainer.plan.models import FAMILIES
-from elastic_trainer.plan.templates import NAMES, explain, unknown_names
 from launcher.spec.source import describe
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from elastic_trainer.plan.templates import literal
+from elastic_trainer.plan.command import literal
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan
 from launcher.render.sbatch import CONTAINER_PYTHON, SET_BY_SCRIPT, step_log

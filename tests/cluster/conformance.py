@@ -32,7 +32,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options, parse
-from elastic_trainer.plan.templates import fill, values_of
+from elastic_trainer.plan.command import fill, values_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/torchrun.md"

@@ -29,8 +29,7 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
 from elastic_trainer.parallel.apply import slice_of
 from elastic_trainer.plan.config import ElasticSection
-from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models import Mixtral, ModelShape
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state import memory_reader
 from elastic_trainer.state.collective import Collective

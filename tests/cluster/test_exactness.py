@@ -18,8 +18,7 @@ from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import PRESETS, Plugin
-from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models import PRESETS, Mixtral, Plugin
 
 ONE = ParallelLayout()
 

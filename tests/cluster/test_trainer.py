@@ -12,7 +12,7 @@ import torch
 from harness import SHAPE, Run, make_config
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models.mixtral import Mixtral
+from elastic_trainer.plan.models import Mixtral
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
 from elastic_trainer.worker.heartbeat import Request, Section
 

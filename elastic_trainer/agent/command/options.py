@@ -38,7 +38,7 @@ from elastic_trainer.agent.command.flags import (
 from elastic_trainer.agent.membership.lease import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
-from elastic_trainer.plan.command import Command, split_command
+from elastic_trainer.plan.command import Command, explain, literal, split_command, unknown_names
 from elastic_trainer.plan.config import (
     NO_DOMAIN,
     CodeSection,
@@ -47,7 +47,6 @@ from elastic_trainer.plan.config import (
     TrainConfig,
 )
 from elastic_trainer.plan.ladder import Ladder
-from elastic_trainer.plan.templates import explain, literal, unknown_names
 from elastic_trainer.worker.zygote import DEFAULT_PRELOAD
 
 IN_JOB_JSON = (

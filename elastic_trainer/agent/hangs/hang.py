@@ -1,7 +1,7 @@
 """Hang detection: by progress of step, section and counter, never by activity. Pure.
 
 How long a worker of the steady loop may stand still is learned from the gaps between its
-marks, for each part of a step and anew in each epoch, so for each layout. Time in which a
+marks, for each part of a step and again in each epoch, so for each layout. Time in which a
 worker could not run, for want of a processor, extends that; it is never progress.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
@@ -17,13 +17,13 @@ from elastic_trainer.worker.heartbeat import BUCKETS, WAITING, Beat, Pace, Secti
 
 P99_FACTOR: Final = 4.0
 LONGEST_FACTOR: Final = 2.0
-"""Of the longest gap seen in steady state: what happened once, harmlessly, may be rare."""
+"""Times the longest gap of the steady state: what happened once, harmlessly, may be rare."""
 STEP_FACTOR: Final = 2.0
-"""Of the time of a whole step: who stands still for less delays nobody by much."""
+"""Times a whole step: who stands still for less delays nobody by much."""
 WINDOW_S: Final = 600.0
 """Limits follow what happened in the last one or two of these."""
 FAST_BEATS: Final = 10
-"""Of a script by the time that its first step is seen: what comes before the second is fewer."""
+"""A script with as many has done its second step: what comes before that is fewer."""
 STOPPED_S: Final = 1.0
 """A stopped process makes no progress whatever it was doing."""
 
@@ -58,12 +58,12 @@ class WorkerProgress:
     local_rank: int
     beat: Beat
     idle_s: float
-    """Without the time in which it waited for a processor."""
+    """Less the time in which it waited for a processor."""
     limit_s: float
     ceiling_s: float
     """What the limit can never exceed."""
     state: str
-    """Of its process, a letter as in /proc/PID/stat; empty: not looked at."""
+    """Letter of its process as in /proc/PID/stat; empty: not looked at."""
 
     @property
     def hangs(self) -> bool:
@@ -96,6 +96,10 @@ class _Watched:
     """When `middle` was set."""
     pace: Pace | None = None
 
+    @property
+    def is_steady(self) -> bool:
+        return self.steady_since is not None and self.beat.section is Section.STEP
+
 
 class HangWatch:
     """Watches the workers of one epoch; make a new one for the next.
@@ -121,7 +125,7 @@ class HangWatch:
         self._device, self._floor_s = device, min(device.hang_floor_s, hang_ceiling_s)
         self._only_beating = only_beating
         self._watched: dict[int, _Watched] = {}
-        self._learned = Learned()
+        self._learned: dict[StepPart, float] = {}
 
     def observe(
         self,
@@ -184,7 +188,7 @@ class HangWatch:
             [sum(column) for column in zip(*(_since(w, part) for w in steady), strict=True)]
             for part in StepPart
         ]
-        self._learned = Learned.of(gaps, seconds / steps if steps else 0.0)
+        self._learned = learned_limits(gaps, seconds / steps if steps else 0.0)
 
     def _settle(self, watched: _Watched, now: float) -> None:
         beat = watched.beat
@@ -199,26 +203,21 @@ class HangWatch:
             watched.steady_since, watched.steady_step = now, beat.step
 
     def _ceiling_s(self, watched: _Watched) -> float:
-        beat = watched.beat
-        steady = watched.steady_since is not None and beat.section is Section.STEP
-        compiles = beat.part is StepPart.COMPILE
-        return self._hang_ceiling_s if steady and not compiles else self._start_ceiling_s
+        compiles = watched.beat.part is StepPart.COMPILE
+        steady = watched.is_steady and not compiles
+        return self._hang_ceiling_s if steady else self._start_ceiling_s
 
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
         beat = watched.beat
         waits = beat.section is Section.FIRST_STEP and beat.part in WAITING
         if waits or beat.section is Section.CONNECTING:
             return min(ceiling_s, self._device.connect_s)
-        if watched.steady_since is None or beat.section is not Section.STEP:
+        pins = self._device.pins and beat.part is StepPart.SNAPSHOT and not beat.committed_step
+        teaches = watched.is_steady and beat.part is not StepPart.COMPILE and not pins
+        if not teaches or self._only_beating:  # a script's evaluation looks like a step
             return ceiling_s
-        if beat.part is StepPart.COMPILE:
-            return ceiling_s
-        if self._device.pins and beat.part is StepPart.SNAPSHOT and not beat.committed_step:
-            return ceiling_s
-        if self._only_beating:  # it shows steps only: an evaluation between them looks the same
-            return ceiling_s
-        learned = self._learned.limit_s(watched.beat.part)
-        return ceiling_s if learned is None else min(ceiling_s, max(self._floor_s, learned))
+        longest = max(self._learned.values(), default=ceiling_s)  # parts that took no time yet
+        return min(ceiling_s, max(self._floor_s, self._learned.get(beat.part, longest)))
 
 
 def _since(watched: _Watched, part: StepPart) -> list[int]:
@@ -230,28 +229,18 @@ def _since(watched: _Watched, part: StepPart) -> list[int]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """Limits of the steady loop, as far as it has shown what is usual."""
+def learned_limits(gaps: Sequence[Sequence[int]], step_s: float) -> dict[StepPart, float]:
+    """Return the limit of each part that has shown what is usual.
 
-    by_part: Mapping[StepPart, float] = field(default_factory=dict)
-    overall: float | None = None
-    """For parts that were never seen to take any time; None: nothing is known yet."""
-
-    @classmethod
-    def of(cls, gaps: Sequence[Sequence[int]], step_s: float) -> Learned:
-        """Learn from histograms, one for each `StepPart`, and the time of a step."""
-        least = STEP_FACTOR * step_s
-        by_part = {
-            StepPart(part): max(least, gap_limit_s(buckets))
-            for part, buckets in enumerate(gaps)
-            if any(buckets) and part != StepPart.COMPILE
-        }
-        return cls(by_part, max(by_part.values()) if by_part else None)
-
-    def limit_s(self, part: StepPart) -> float | None:
-        """Return how long a worker may stand still in `part`; None: not known."""
-        return self.by_part.get(part, self.overall)
+    Args:
+        gaps: a histogram for each `StepPart`.
+        step_s: the time of a whole step.
+    """
+    return {
+        StepPart(part): max(STEP_FACTOR * step_s, gap_limit_s(buckets))
+        for part, buckets in enumerate(gaps)
+        if any(buckets) and part != StepPart.COMPILE
+    }
 
 
 def gap_limit_s(buckets: Sequence[int]) -> float:

@@ -77,8 +77,7 @@ def find_workers(
 def _is_of(proc: Path, pid: int, run_dir: Path) -> bool:
     """Return whether process `pid` was started for this run: ids are given away again.
 
-    What executes a program of its own has the run in its environment. What was forked still has
-    the agent's command line, and its environment as the kernel knows it.
+    A program of its own has the run in its environment, a fork in the agent's command line.
     """
     try:
         environment = (proc / str(pid) / "environ").read_bytes().split(b"\0")

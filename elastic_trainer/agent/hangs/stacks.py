@@ -1,4 +1,4 @@
-"""What hung workers are doing, gathered before they are killed.
+"""What hung workers are doing, gathered before they are killed, and what /proc says of them.
 
 Of each worker: what the kernel says of its threads (the only source for a stopped one),
 the Python stacks it writes itself, those that py-spy reads where it is installed and the
@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_trainer.agent.hangs.procfs import state_of
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.worker_answers import (
@@ -38,9 +37,9 @@ FRONTS_S = 0.2
 """How long workers may take to say how far they are in their collectives: part of the half second
 that their agent has for its own answer (`hang_diagnosis.ANSWER_S`)."""
 MAX_BYTES = 1 << 18
-"""Of one file that is kept."""
+"""Longest file that is kept."""
 MAX_THREADS = 64
-"""Of one worker that are looked at."""
+"""Most threads of a worker that are looked at."""
 _POLL_S = 0.01
 _ENDED = frozenset({"", "Z"})
 _SILENT = _ENDED | {"T", "t"}
@@ -98,34 +97,33 @@ def gather_stacks(
     *,
     deadline_s: float = GATHER_S,
     spy_too: bool = False,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Dump:
     """Ask all workers at once and return what they said within `deadline_s`.
 
     Workers that are silent for half of it are sent a signal. With `spy_too` py-spy, where it is
     installed, looks at workers that answer as well: it says more, but takes longer.
     """
-    begin = clock()
+    begin = time.monotonic()
     spy = find_py_spy()
     asked = [_ask(target, spy, spy_too=spy_too) for target in targets]
-    _wait(asked, until=begin + deadline_s / 2, clock=clock)
+    _wait(asked, until=begin + deadline_s / 2)
     for one in asked:
         if one.answers and not stacks_path(one.target.heartbeat).exists():
             one.signal()
-    _wait(asked, until=begin + deadline_s, clock=clock)
+    _wait(asked, until=begin + deadline_s)
     dump = Dump()
     for one in asked:
         name = f"rank{one.target.rank}"
         dump.texts[f"{name}.txt"] = _text_of(one).encode()[:MAX_BYTES]
         if one.answers and (content := _read(flight_path(one.target.heartbeat))):
-            # Cut JSON is no JSON, and what does not fit says little.
+            # JSON that is cut cannot be read, and what does not fit says little.
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
-    dump.seconds = clock() - begin
+    dump.seconds = time.monotonic() - begin
     return dump
 
 
-def _wait(asked: Sequence[_Dump], *, until: float, clock: Callable[[], float]) -> None:
-    while clock() < until and not all(one.done() for one in asked):
+def _wait(asked: Sequence[_Dump], *, until: float) -> None:
+    while time.monotonic() < until and not all(one.done() for one in asked):
         time.sleep(_POLL_S)
 
 
@@ -133,17 +131,16 @@ def gather_fronts(
     targets: Sequence[StackTarget],
     *,
     deadline_s: float = FRONTS_S,
-    clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, dict[str, Front]]:
     """Return rank -> how far it is in each process group, of those that say so in time."""
-    begin = clock()
+    begin = time.monotonic()
     asked = [
         target
         for target in targets
         if state_of(target.pid) not in _SILENT and ask(target.heartbeat)
     ]
     found: dict[int, dict[str, Front]] = {}
-    while len(found) < len(asked) and clock() - begin < deadline_s:
+    while len(found) < len(asked) and time.monotonic() - begin < deadline_s:
         for target in asked:
             if target.rank not in found and (said := _read(fronts_path(target.heartbeat))):
                 found[target.rank] = {
@@ -165,12 +162,22 @@ def dump_stacks(
     """Look at the workers, return after GATHER_S, and keep what was seen.
 
     Returns:
-        The thread that writes it to `stacks_dir`/`epoch`; an event names the files.
+        The thread that writes it to `stacks_dir`/`epoch`, perhaps slow storage; an event names
+        the files.
     """
     begin = time.monotonic()
     dump, folder = gather_stacks(targets), stacks_dir / str(epoch)
 
-    def done(files: list[str], problem: str) -> None:
+    def write() -> None:
+        files: list[str] = []
+        problem = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in dump.texts.items():
+                (folder / name).write_bytes(content)
+                files.append(name)
+        except OSError as error:
+            problem = str(error)
         log.emit(
             "stacks.dumped",
             epoch=epoch,
@@ -180,33 +187,10 @@ def dump_stacks(
             problem=problem,
         )
 
-    writer = keep_stacks(dump, folder, done)
+    writer = threading.Thread(target=write, name="holdfast-stacks", daemon=True)
+    writer.start()
     time.sleep(max(begin + GATHER_S - time.monotonic(), 0.0))
     return writer
-
-
-def keep_stacks(
-    dump: Dump, folder: Path, done: Callable[[list[str], str], None]
-) -> threading.Thread:
-    """Write `dump` to `folder`, perhaps slow storage, on a thread; then call `done`.
-
-    `done` takes the names of the files written, and what went wrong or an empty text.
-    """
-
-    def write() -> None:
-        files, problem = [], ""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in dump.texts.items():
-                (folder / name).write_bytes(content)
-                files.append(name)
-        except OSError as error:
-            problem = str(error)
-        done(files, problem)
-
-    thread = threading.Thread(target=write, name="holdfast-stacks", daemon=True)
-    thread.start()
-    return thread
 
 
 def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Dump:
@@ -282,3 +266,39 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+# --- a process, by the kernel ---------------------------------------------------------
+
+
+def state_of(pid: int) -> str:
+    """Return the state's letter, as in proc_pid_stat(5); empty when it cannot be read."""
+    return _state(Path(f"/proc/{pid}/stat"))
+
+
+def is_stuck(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Return whether a thread of a process is in an uninterruptible wait: no signal ends it.
+
+    Its first thread may have ended long before, and shows as a zombie.
+    """
+    return any(_state(stat) == "D" for stat in proc.glob(f"{pid}/task/*/stat"))
+
+
+def _state(stat: Path) -> str:
+    try:
+        text = stat.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]  # the name before may hold anything
+
+
+def held_s(pid: int) -> float:
+    """Return how long its main thread could have run, and waited for a processor; 0.0: not known.
+
+    Source: /proc/PID/schedstat.
+    """
+    try:
+        _, held, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(held) / 1e9

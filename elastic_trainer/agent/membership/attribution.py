@@ -16,6 +16,7 @@ from elastic_trainer.agent.membership.messages import PastFailure
 from elastic_trainer.agent.membership.notices import WorkersFailed, named
 from elastic_trainer.agent.membership.table import Members
 from elastic_trainer.board.state import Sizes
+from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import (
     EXIT_BUDGET_USED_UP,
@@ -67,10 +68,7 @@ class Attribution:
 
 
 def settle_s(failure: Failure) -> float:
-    """Return how long the others' reports are worth waiting for, in seconds.
-
-    Dead or hung workers say all at once. An error may be shared, and what to do then differs.
-    """
+    """Return how many seconds the others' reports are worth waiting for: an error may be shared."""
     if failure.kind is Kind.COLLATERAL:
         return COLLATERAL_SETTLE_S
     return SETTLE_S if _may_be_of_all(failure) else 0.0
@@ -148,8 +146,7 @@ def _is_bad(report: WorkersFailed) -> bool:
 def _shared(primary: Reports, num_members: int, *, alone: bool) -> Attribution | None:
     """Return the error that most nodes have, if any: a user's is not tried again.
 
-    Of the program it is only when nothing else has happened (`alone`, and all errors alike):
-    whatever else went wrong may have caused it.
+    The program is blamed only if nothing else went wrong (`alone`, and all errors alike).
     """
     groups: dict[tuple[Kind, str], dict[str | None, WorkersFailed]] = defaultdict(dict)
     for node, report in primary:
@@ -185,7 +182,7 @@ def _first(primary: Reports, num_members: int) -> Attribution:
     if failure.kind in OF_THE_PROGRAM and len(alike) > 1:
         charged = None
     if failure.kind is Kind.CORRUPTION:
-        charged = None  # one of those that differ, but which?
+        charged = None  # one replica is wrong, but which?
     if num_members == 1 and failure.kind is not Kind.NODE_FAULT:
         charged = None  # nothing tells the only node from the program
     if failure.kind is Kind.USER_ERROR and not failure.sure and num_members > 1 == len(alike):
@@ -211,22 +208,6 @@ _NO_STRIKE: Final = (*NOT_OF_A_NODE, Kind.SERVICE, Kind.NODE_LOST)
 which may come back sound."""
 _SHARED: Final = (Kind.INFRASTRUCTURE, Kind.SERVICE, Kind.COLLATERAL)
 """Failures of what nodes share: time may fix them, a restart at once may not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """From the job's `elastic:` section; counts within the last `window_s` seconds."""
-
-    max_restarts: int
-    """Restarts of any class: lost nodes, killed workers, storage, network, and the two below."""
-    window_s: float
-    node_failures: int
-    """Failures that cost a node its place."""
-    max_crashes: int = 10
-    """Restarts after errors of the program, memory included."""
-    max_hangs: int = 20
-    no_progress: int = 3
-    """Failures of the program, or hangs, without a newly committed step between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +299,7 @@ class History:
         return History(tuple(item for item in self.entries if now - item[0] <= window_s))
 
     def consequence(
-        self, found: Attribution, limits: Limits, now: float, excluded: Collection[str] = ()
+        self, found: Attribution, limits: ElasticSection, now: float, excluded: Collection[str] = ()
     ) -> Consequence:
         """Decide what follows the newest failure `found`, which `add` has put in already.
 
@@ -393,7 +374,7 @@ def _follows_the_job(
     return ""
 
 
-def _is_bad_node(recent: Sequence[_Entry], found: Attribution, limits: Limits) -> str:
+def _is_bad_node(recent: Sequence[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say why the machine of the newest failure must leave, or return an empty string."""
     if found.node is None:
         return ""
@@ -423,7 +404,7 @@ def _listed(machines: Mapping[str, str]) -> str:
     return ", ".join(sorted(machines.values()))
 
 
-def _stands_still(charged: list[_Entry], found: Attribution, limits: Limits) -> str:
+def _stands_still(charged: list[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say that the program fails again and again at one place, or return an empty string."""
     kinds = (*OF_THE_PROGRAM, Kind.HANG, Kind.CORRUPTION)
     newest = charged[-1][1].progress if charged else None
@@ -440,7 +421,7 @@ def _stands_still(charged: list[_Entry], found: Attribution, limits: Limits) -> 
     )
 
 
-def _overdrawn(charged: list[_Entry], found: Attribution, limits: Limits) -> str:
+def _overdrawn(charged: list[_Entry], found: Attribution, limits: ElasticSection) -> str:
     """Say which budget is used up, or return an empty string."""
     classes: tuple[tuple[str, str, tuple[Kind, ...], int], ...] = (
         ("restarts after errors of the program", "max_crashes", OF_THE_PROGRAM, limits.max_crashes),
@@ -462,32 +443,11 @@ def _overdrawn(charged: list[_Entry], found: Attribution, limits: Limits) -> str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortReason:
-    """Why and for which nodes an epoch is aborted, in the words of its `epoch.aborted`."""
-
-    reason: str
-    victims: tuple[str, ...]
-    stacks: bool
-    """The workers hang: their stacks are dumped before they are killed."""
-
-
-def abort_for(reports: Reports) -> AbortReason:
-    """Return how an epoch ends for these reports; a consequence counts when there is no cause."""
-    primary = [item for item in reports if item[1].failure.kind is not Kind.COLLATERAL]
-    node, first = (primary or reports)[0]
-    return AbortReason(
-        reason=f"rank {first.rank} failed: {first.failure.detail}",
-        victims=(node,) if primary and node else (),
-        stacks=first.failure.kind is Kind.HANG,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnd:
     """What is known of an epoch that has ended."""
 
     members: Sequence[str]
-    """Agent ids of those that ran workers."""
+    """Ids of the agents that ran workers."""
     everyone: Members
     """All agents of the epoch."""
     lost: Sequence[str]
@@ -508,7 +468,7 @@ class Ruling:
     """What the end of an epoch comes to."""
 
     reason: str
-    """Of the next epoch, for people."""
+    """Why the next epoch begins, for people."""
     history: History
     consequences: tuple[tuple[Attribution, Consequence], ...]
     """One for each failure, in order; each counts those before it."""
@@ -517,7 +477,7 @@ class Ruling:
 
 
 def attribute_end(
-    end: EpochEnd, history: History, limits: Limits, now: float, excluded: Collection[str]
+    end: EpochEnd, history: History, limits: ElasticSection, now: float, excluded: Collection[str]
 ) -> Ruling | None:
     """Attribute what ended an epoch to machines or the job; None: nothing has failed.
 
@@ -555,10 +515,10 @@ def attribute_end(
 
 
 def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: History) -> bool:
-    """Whether a program failed because of how many nodes it had: on others it has trained.
+    """Whether a program failed because of how many nodes it had: other numbers have trained.
 
-    It did before its first step, alike on all ranks, or twice in a row: an error of one rank, of
-    which the rest see consequences, may pass.
+    It failed before its first step on all ranks alike, or twice in a row: the error of one rank
+    may pass.
     """
     size, trained = len(end.members), end.sizes.trained
     if end.stepped or not trained or size in (0, *trained) or len(found) != 1:
@@ -578,8 +538,7 @@ def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: Histor
 def _on_machine(found: Attribution, end: EpochEnd) -> Attribution:
     """Return it with the machine that the node had in the epoch that ended.
 
-    Where all nodes share one, as in a small cluster of pods, node and program cannot be told apart:
-    errors are then nobody's.
+    Where all nodes share one, errors are nobody's: node and program cannot be told apart.
     """
     error = found.kind is not Kind.NODE_LOST and found.action is not Action.EVICT
     if found.node is None or (error and len(end.everyone.hosts_of(end.members)) == 1):

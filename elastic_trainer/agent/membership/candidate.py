@@ -28,12 +28,9 @@ from elastic_trainer.record.failures import EXIT_DONE
 
 PEEK_S = 0.5
 """How often a candidate, or one in line, looks whether the job has gone on without it."""
-
-
 WATCH_RENEWALS = 1.5
 """How long a lease's beat must stand still before few may take it, in times of its renewal."""
 MIN_WATCH_S = 1.0
-
 BLOCK = 16
 """So many successors look at each other; each further block waits one delay longer."""
 
@@ -80,10 +77,9 @@ class Candidate(Role):
         return self._scout()
 
     def _scout(self) -> Transition | None:
-        """See who of those ahead lives: the dead, however many, cost one delay together.
+        """See who ahead lives: the dead, however many, cost one delay together.
 
-        When all refuse, the turn has come; else after one delay, and one more for each that
-        takes a connection.
+        The turn comes when all refuse; else after one delay, and one more for each that lives.
         """
         ctx = self.ctx
         if not self._ahead:
@@ -108,7 +104,9 @@ class Candidate(Role):
         ctx = self.ctx
         match message:
             case Elect(job=job, term=term, candidate=candidate) if job == ctx.job:
-                if self._before_me(candidate) and term == ctx.term and not self._swapping:
+                line = ctx.everyone.ids
+                before_me = candidate in line[: line.index(ctx.me.agent_id)]
+                if before_me and term == ctx.term and not self._swapping:
                     # Give it the time a whole campaign takes before trying oneself.
                     self._running = False
                     self._recall_scouts()
@@ -123,10 +121,6 @@ class Candidate(Role):
                 self._close_all(but=conn)
                 return ToSeeker((conn, message))
         return super().received(conn, message)
-
-    def _before_me(self, candidate: str) -> bool:
-        line = self.ctx.everyone.ids
-        return candidate in line[: line.index(self.ctx.me.agent_id)]
 
     def opened(self, conn: Conn) -> Transition | None:
         """Ask for the vote."""
@@ -203,21 +197,16 @@ class Candidate(Role):
             self._watched, self._swapping = lease.beat, False
             ctx.after("watch", self._watch_s(lease))
             return None
-        self._behind = state.epoch > ctx.epoch and self._has_renewed_since(lease)
+        term, beat, _ = ctx.renewed
+        renewed_since = term == lease.term and lease.beat > beat + 1  # unheard by this agent
+        self._behind = state.epoch > ctx.epoch and renewed_since
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
 
-    def _has_renewed_since(self, lease: Lease) -> bool:
-        """Whether its holder lived on for some renewals of which this agent did not hear."""
-        term, beat, _ = self.ctx.renewed
-        return term == lease.term and lease.beat > beat + 1
-
     def _watch_s(self, lease: Lease) -> float:
-        """Return for how long the beat must still stand.
+        """Return for how long the beat must still stand, from its holder's last word or from now.
 
-        One and a half renewals in all, from when its holder reported that it was raised; from now
-        on where that was not heard. A moment at least: a holder that was paused together with
-        this agent renews as soon as both continue.
+        A moment at least: a holder that was paused with this agent renews once both continue.
         """
         whole_s = WATCH_RENEWALS * self.ctx.settings.lease_renew_s
         term, beat, heard = self.ctx.renewed
@@ -226,10 +215,7 @@ class Candidate(Role):
         return max(MIN_WATCH_S, whole_s - (self.ctx.now - heard))
 
     def _peeked(self, state: BoardState) -> Transition | None:
-        """Give up when the job has gone on without this agent: it was paused, or cut off.
-
-        Or another leads it that knows of no member: this one may hold what nobody else does.
-        """
+        """Give up when the job has gone on without this agent, or another leads it."""
         ctx, lease = self.ctx, state.lease
         led = lease is not None and lease.term > ctx.term and lease.holder != ctx.me.agent_id
         if not led and (state.epoch <= ctx.epoch or self._sure):
@@ -245,8 +231,7 @@ class Candidate(Role):
         for conn in self._dialed:
             ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
         expected = {conn: member.agent_id for conn, member in self._dialed.items()}
-        silent = (conn for conn, agent_id in expected.items() if agent_id not in self._votes)
-        unheard = frozenset(silent)
+        unheard = frozenset(conn for conn, who in expected.items() if who not in self._votes)
         return ToCoordinator(state, token, expected, unheard=unheard, amid=self._behind)
 
     def board_failed(self, error: str, *, gone: bool) -> Transition | None:

@@ -10,30 +10,20 @@
 
 `TRANSITIONS` says which input counts in which phase. What an input means is worked out by values
 that know no phase: `liveness.Peers` (who is there), `hang_diagnosis.HangDiagnosis` (which worker
-holds up the job), `attribution.attribute_end` (what a failure counts against), `departures` (who
-was asked to go), `lease.LeaseHolder` (the board).
+holds up the job), `attribution.attribute_end` (what a failure counts against), `lease.LeaseHolder`
+(the board).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from elastic_trainer.agent.membership.attribution import (
     EpochEnd,
-    abort_for,
     attribute_end,
     settle_s,
-)
-from elastic_trainer.agent.membership.departures import (
-    BOUNDARY_S,
-    TOGETHER_S,
-    Departure,
-    Departures,
-    decide,
-    named_leaving,
 )
 from elastic_trainer.agent.membership.effects import Conn, Context, Send
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEATS, HangDiagnosis
@@ -107,7 +97,7 @@ from elastic_trainer.worker.heartbeat import Request
 GROW_SETTLE_S: Final = 2.0
 """Growth waits until nobody has come for so long: those that come together cost one epoch."""
 GROW_WAIT_S: Final = 30.0
-"""From when growth was possible it waits no longer than that."""
+"""Growth waits no longer than that once it is possible."""
 STRAYS_S: Final = SLOWEST_S
 """How long one that does not know the newest epoch, and leads, waits for its members: they look at
 the board so often, and may hold newer state than anybody else."""
@@ -120,9 +110,10 @@ board that it leads before they join it."""
 FINAL_SWAP_S: Final = 10.0
 """How long the end of a job waits for a board that does not answer, and an epoch for one whose
 folder is gone."""
-NOT_SAID: Final = (
-    "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
-)
+TOGETHER_S: Final = 1.0
+"""All that are asked to go within this time go together; training continues meanwhile."""
+BOUNDARY_S: Final = 30.0
+"""How long a step may take to end before others go; then the epoch is ended in the midst of it."""
 
 
 class Phase(enum.Enum):
@@ -186,7 +177,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     "final": On(ANY, "_leave"),
     # Timers: who lives
     "beat": On(ANY, "_beat"),
-    "probe": On(ANY, "_probe_again"),
+    "probe": On(ANY, "_probe"),
     "gone": On(ANY, "_not_come_back"),
     "alone": On(ANY, "_waited_long_enough", advance=True),
     "quarantine": On(LIVE, "_watch_quarantine", advance=True),
@@ -229,7 +220,10 @@ class Coordinator(Role):
         """The newest epoch that is known to have completed a step."""
         self.peers = Peers(ctx.me, ctx.now, ready=ctx.ready)
         self.peers.absent.update(won.gone)
-        self.departures = Departures()
+        self._leaving: dict[str, str] = {}
+        """Agents that were asked to go and are not gone yet, by id -> why."""
+        self._left_nodes: set[str] = set()
+        """Nodes that left on request since the last epoch ended: nobody is charged for them."""
         self.diagnosis = HangDiagnosis()
         self.stragglers, self._compared = Stragglers(), 0
         self._slow: set[str] = set()
@@ -237,12 +231,9 @@ class Coordinator(Role):
         self._expected = won.expected
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
-        self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
-        self._form_asked = ctx.now
-        """When the board was asked for the next epoch."""
-        self._waited_for_late = False
         self._amid = won.amid
-        """The job has had newer epochs than this agent knows."""
+        self._form_asked = ctx.now  # that the board was asked for the next epoch
+        self._waited_for_late = False
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -259,7 +250,7 @@ class Coordinator(Role):
         self._parked: tuple[int, float] | None = None
         """(nodes left, since when) while they are too few for the last rung."""
         self._beat_sent = 0
-        """Of the lease, as sent to the others."""
+        """Beat of the lease that the others were sent last."""
         self._grow_by: float | None = None
         """When the epoch grows at the latest; None: it cannot."""
         self._waited_alone = False
@@ -271,12 +262,12 @@ class Coordinator(Role):
         """Take office."""
         ctx, settings = self.ctx, self.ctx.settings
         ctx.timers.clear()
-        before = self._predecessor
+        before = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
             self._lost_nodes.append(before.node)
             if before.agent_id in ctx.leaving:
-                self.departures.left_nodes.add(before.node)
+                self._left_nodes.add(before.node)
         # Those that left before this agent led: it heard of their leave, not of their end.
         for member in ctx.leaving.values():
             if member != ctx.me and (member in ctx.everyone or self._amid):
@@ -302,14 +293,13 @@ class Coordinator(Role):
         on = TRANSITIONS[what]
         if self.phase not in on.phases:
             return None
-        transition = _HANDLERS[on.handler](self, *details)
+        transition: Transition | None = getattr(self, on.handler)(*details)
         return self.advance() if transition is None and on.advance else transition
 
     def received(self, conn: Conn, message: Message) -> Transition | None:
         """Hear an agent, or of another coordinator."""
         self._unheard.discard(conn)
-        peer = self.peers.at(conn)
-        if peer is not None:
+        if (peer := self.peers.at(conn)) is not None:
             peer.heard = self.ctx.now
         if type(message) in TRANSITIONS:
             return self._on(type(message), conn, message)
@@ -337,10 +327,8 @@ class Coordinator(Role):
         return self._take(peer.member.agent_id, report)
 
     def _take(self, agent_id: str, report: Report) -> Transition | None:
-        """Take a report of any node's agent."""
         peer = self.peers.get(agent_id)
-        epoch = getattr(report, "epoch", self.ctx.epoch)
-        if peer is None or epoch != self.ctx.epoch:
+        if peer is None or getattr(report, "epoch", self.ctx.epoch) != self.ctx.epoch:
             return None
         return self._on(type(report), peer, report)
 
@@ -352,7 +340,8 @@ class Coordinator(Role):
 
     def _join(self, conn: Conn, join: Join) -> Transition | None:
         ctx, member = self.ctx, join.member
-        if self._has_to_say_its_terms(join):
+        ours = join.job == ctx.job and join.protocol == PROTOCOL
+        if ours and not join.said and join.terms != digest(ctx.settings.terms):
             ctx.send(conn, Differ(node=ctx.me.node, terms=dict(ctx.settings.terms)))
             return None
         if refusal := self._refusal(join):
@@ -373,15 +362,7 @@ class Coordinator(Role):
                 return transition
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
-        replaced = self.peers.connect(
-            member,
-            conn,
-            ctx.now,
-            ready=join.ready,
-            fresh=join.last_epoch == 0,
-            holds=join.holds,
-        )
-        if replaced is not None:
+        if (replaced := self.peers.connect(join, conn, ctx.now)) is not None:
             ctx.close(replaced)
         if self._expected is not None:
             self._expected.pop(conn, None)
@@ -410,11 +391,12 @@ class Coordinator(Role):
             )
         other = self.peers.of_node(node)
         if other is not None and other.fresh and join.last_epoch and other.member != member:
-            # Cut off or stopped for a while, and its pod was made anew meanwhile.
+            # Cut off or stopped for a while, and its pod has a successor.
             return Reject(code=EXIT_DO_NOT_RESTART, reason=_newer(member))
         if member.workers < ctx.settings.workers:
             return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
-        if join.readmit and self._is_out(host) and (host in ctx.excluded or not join.last_epoch):
+        quarantined = not join.last_epoch and host in ctx.history.quarantined(ctx.now)
+        if join.readmit and (host in ctx.excluded or quarantined):
             reason = ctx.excluded.pop(host, "lost again and again")
             ctx.log("member.readmitted", member=node, host=host, reason=reason)
             ctx.history = ctx.history.without(host)
@@ -423,17 +405,8 @@ class Coordinator(Role):
             return Reject(code=EXIT_TOO_FEW_NODES, reason=reason)
         return None
 
-    def _has_to_say_its_terms(self, join: Join) -> bool:
-        """Whether an agent's digest of its terms is another: it joins again, and says them."""
-        ctx = self.ctx
-        ours = join.job == ctx.job and join.protocol == PROTOCOL
-        return ours and not join.said and join.terms != digest(ctx.settings.terms)
-
     def _differs(self, join: Join) -> str:
-        """Return what an agent must have in common with this one and has not; empty: nothing.
-
-        What only may differ is put on record.
-        """
+        """Return what an agent lacks that it must share; record what may differ."""
         ctx, member = self.ctx, join.member
         names = member.node, ctx.me.node
         if join.protocol != PROTOCOL:
@@ -448,10 +421,6 @@ class Coordinator(Role):
         ctx.warn_of(may)
         return ""
 
-    def _is_out(self, host: str) -> bool:
-        """Whether no agent on a machine may take part now."""
-        return host in self.ctx.excluded or host in self.ctx.history.quarantined(self.ctx.now)
-
     def _able(self) -> list[Member]:
         """Return the members that can run workers now, on machines that may take part."""
         ctx = self.ctx
@@ -463,21 +432,19 @@ class Coordinator(Role):
         return member.node == me.node and member.agent_id != me.agent_id
 
     def _let_wait(self, member: Member) -> None:
-        """Leave a pod that was made anew under this one's name without an answer.
+        """Leave a new pod with this one's name without an answer: the job loses nothing meanwhile.
 
-        This pod was deleted by force, or its node is cut off from the API: it ends before long,
-        and with it the other's connection, who then looks for a coordinator at once. Until that
-        happens the job loses nothing.
+        This pod was deleted by force, or its node is cut off from the API: it ends before long.
+        That closes the other's connection, which looks for a coordinator at once.
         """
+        me = self.ctx.me
         if member.agent_id not in self._waiting:
             self._waiting.add(member.agent_id)
-            reason = (
-                f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
-            )
+            reason = f"{me.node} coordinates the job from {me.host} and still runs"
             self.ctx.log("member.waiting", member=member.node, host=member.host, reason=reason)
 
     def _refused(self, member: Member) -> Transition | None:
-        """Wait no longer for pods that find no other machine than those that are excluded."""
+        """Wait no longer for pods that find only excluded machines."""
         ctx = self.ctx
         if self._parked is not None and member.host in ctx.excluded:
             have, since = self._parked
@@ -495,7 +462,7 @@ class Coordinator(Role):
         if not self.members:  # later it is this one that lets agents go
             for left in join.left:
                 ctx.has_left(left)
-        leaving = (self.peers.get(agent_id) for agent_id in self.departures.why)
+        leaving = (self.peers.get(agent_id) for agent_id in self._leaving)
         for gone in (*(peer.member for peer in leaving if peer), *ctx.serving()):
             ctx.send(conn, Leaves(member=gone))
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
@@ -516,8 +483,7 @@ class Coordinator(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """A probed agent listens: it may come back, or be dying."""
-        peer = self.peers.probed(conn)
-        if peer is not None:
+        if (peer := self.peers.probed(conn)) is not None:
             self.ctx.close(conn)
             self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
@@ -526,26 +492,20 @@ class Coordinator(Role):
         """A broken connection: one probe decides at once when the host refuses."""
         if self._expected is not None and self._expected.pop(conn, None) is not None:
             return self.advance()
-        peer = self.peers.at(conn)
-        if peer is not None:
+        if (peer := self.peers.at(conn)) is not None:
             self.peers.disconnect(peer)
             self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
-            self._probe(peer)
-            return None
-        peer = self.peers.probed(conn)
-        if peer is not None:
+            self._probe(peer.member.agent_id)
+        elif (peer := self.peers.probed(conn)) is not None:
             if peer.conn is None and refused:
                 return self._lost(peer, "its connection ended and its address refuses another")
             self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
-    def _probe(self, peer: Peer) -> None:
-        if peer.conn is None and peer.probe is None:
+    def _probe(self, agent_id: str) -> None:
+        peer = self.peers.get(agent_id)
+        if peer is not None and peer.conn is None and peer.probe is None:
             self.peers.probe(peer, self.ctx.dial(peer.member.address, peer.member.port))
-
-    def _probe_again(self, agent_id: str) -> None:
-        if (peer := self.peers.get(agent_id)) is not None:
-            self._probe(peer)
 
     def _not_come_back(self, agent_id: str) -> Transition | None:
         peer = self.peers.get(agent_id)
@@ -555,7 +515,7 @@ class Coordinator(Role):
         return self._lost(peer, "its connection ended and did not come back")
 
     def _beat(self) -> Transition | None:
-        """Say that this agent lives; drop those of which nothing is heard any more."""
+        """Say that this agent lives; drop agents that are silent for too long."""
         ctx = self.ctx
         ctx.after("beat", ctx.settings.heartbeat_s)
         self._send_all(Ping())
@@ -574,7 +534,9 @@ class Coordinator(Role):
     def _lost(self, peer: Peer, reason: str) -> Transition | None:
         """An agent is dead: its epoch ends at once."""
         member = peer.member
-        self.departures.gone(peer, self.ctx.leaving)
+        if member.agent_id in self.ctx.leaving:
+            self._leaving.pop(member.agent_id, None)
+            self._left_nodes.add(member.node)
         self._forget(peer)
         self.ctx.log("member.lost", member=member.node, host=member.host, reason=reason)
         if member.agent_id in self.members:
@@ -587,7 +549,7 @@ class Coordinator(Role):
         return self.advance()
 
     def _quarantine(self, node: str, host: str) -> None:
-        """Put on record that a machine that was lost once more takes no part for a while."""
+        """Record that a machine that was lost again takes no part for a while."""
         ctx = self.ctx
         if (until := ctx.history.quarantined(ctx.now).get(host)) is not None:
             seconds, losses = round(until - ctx.now, 3), len(ctx.history.losses()[host])
@@ -606,20 +568,15 @@ class Coordinator(Role):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
 
     def _is_cut_off(self) -> bool:
-        """Whether others may have begun an epoch beside the one that runs.
-
-        Agents are missing that may live, and the board has not said for long that this one leads:
-        those may have taken the lease.
-        """
-        silent_s = self.ctx.now - self.lease.confirmed
-        late = silent_s > self.ctx.settings.fence_s
+        """Whether agents that may live may have taken the lease, of which the board is silent."""
+        late = self.ctx.now - self.lease.confirmed > self.ctx.settings.fence_s
         return late and self.phase in BUSY and bool(self.peers.unsure)
 
     def _may_be_cut_off(self) -> bool:
         """Whether most members have fallen silent at once: then this agent may be the lost one.
 
-        They get the time to take the lease, for a few must not continue in the place of most.
-        Who still holds it then continues: the others are dead, or cannot reach the board.
+        They get the time to take the lease: few must not continue in the place of most. If this
+        agent still holds it then, the others are dead, or cannot reach the board.
         """
         ctx, settings, peers = self.ctx, self.ctx.settings, self.peers
         since = ctx.now - settings.dead_after_s / 2
@@ -649,8 +606,9 @@ class Coordinator(Role):
             self._tell_whom_it_waits_for()
             return None  # the cheap question first: every agent that joins asks it
         rung = self._rung
-        if self._waits_to_unpark(rung):
-            return None
+        fills_less = rung is not None and rung.num_nodes < self.ladder.max_nodes
+        if self._parked is not None and fills_less and "unpark" in self.ctx.timers:
+            return None  # others are coming back too
         if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
             if not self._waits_to_grow(rung):
                 self._ask_all(Request.GROW)
@@ -677,11 +635,6 @@ class Coordinator(Role):
         elif self.peers.num_ready < len(self.peers) and "grow" not in ctx.timers:
             self._expect_more()
         return "grow" in ctx.timers
-
-    def _waits_to_unpark(self, rung: Rung | None) -> bool:
-        """Whether others are coming back with those that make the rung."""
-        least = rung is not None and rung.num_nodes < self.ladder.max_nodes
-        return self._parked is not None and least and "unpark" in self.ctx.timers
 
     def _expect_more(self) -> None:
         """Put off growth for a moment: somebody has come, or warms up."""
@@ -727,10 +680,9 @@ class Coordinator(Role):
             self.ctx.after("hear", SILENT_BEATS * self.ctx.settings.heartbeat_s)
 
     def _pass_over_the_silent(self) -> Transition | None:
-        """Stop waiting for members of which nothing was heard, once no other comes either.
+        """Stop waiting for members whose kernels take connections but who do not answer.
 
-        Their kernels take connections, but nobody answers: they are stopped. One that is only
-        slow joins later.
+        They are stopped. One that is only slow joins later.
         """
         if self._expected is None:
             return None
@@ -739,12 +691,11 @@ class Coordinator(Role):
         return self.advance()
 
     def _park(self) -> Transition | None:
-        """Too few nodes are left for the last rung: wait, or end where none can come.
+        """Wait with too few nodes for the last rung, or end the job where none can come.
 
-        An excluded node does not come back. A pod does, and may find another machine; its
-        coordinator must not be on an excluded one itself. Where no controller makes lost nodes
-        anew, none may ever come: after `join_timeout_s` the job ends with 92, so that the
-        scheduler finds others. The rest of the allocation would only be held for nothing.
+        An excluded node does not come back. A pod does, perhaps on another machine, unless its
+        coordinator is on an excluded one itself. Where no controller replaces lost nodes, the job
+        ends with 92 after `join_timeout_s`: the scheduler finds others, and gets back the rest.
         """
         ctx, need = self.ctx, self.ladder.min_nodes
         have = len(self._able())
@@ -768,33 +719,26 @@ class Coordinator(Role):
         return None
 
     def _parked_for_long(self) -> Transition | None:
-        """End a job that has waited long enough for nodes."""
         if self._parked is None:
             return None
-        have, settings = self._parked[0], self.ctx.settings
+        wait_s = self.ctx.settings.join_timeout_s
         if self.peers.num_ready < len(self.peers):  # one has come, and warms up
-            self.ctx.after("parked", settings.join_timeout_s)
+            self.ctx.after("parked", wait_s)
             return None
-        return self._stop(
-            EXIT_TOO_FEW_NODES,
-            f"{have} nodes are left, the smallest layout needs {self.ladder.min_nodes}"
-            f"{self._tried_in_vain}; no other came within {settings.join_timeout_s:.0f} s",
-        )
+        why = f"; no other came within {wait_s:.0f} s"
+        return self._stop_with_too_few(f"{self._parked[0]} nodes", why)
 
     def _give_up(self, have: int) -> Transition | None:
-        excluded, need = self.ctx.excluded, self.ladder.min_nodes
-        why = "; ".join(f"{host}: {reason}" for host, reason in sorted(excluded.items()))
-        return self._stop(
-            EXIT_TOO_FEW_NODES,
-            f"{have} healthy nodes are left, the smallest layout needs {need}{self._tried_in_vain} "
-            f"(excluded: {why})",
-        )
+        """End a job whose missing nodes are excluded."""
+        excluded = sorted(self.ctx.excluded.items())
+        why = "; ".join(f"{host}: {reason}" for host, reason in excluded)
+        return self._stop_with_too_few(f"{have} healthy nodes", f" (excluded: {why})")
 
-    @property
-    def _tried_in_vain(self) -> str:
-        """Which numbers of nodes the script cannot run, for people."""
+    def _stop_with_too_few(self, left: str, why: str) -> Transition | None:
         sizes = ", ".join(map(str, self.lease.sizes.dropped))
-        return f", for it cannot run on {sizes}" if sizes else ""
+        in_vain = f", for it cannot run on {sizes}" if sizes else ""
+        need = f"the smallest layout needs {self.ladder.min_nodes}{in_vain}"
+        return self._stop(EXIT_TOO_FEW_NODES, f"{left} are left, {need}{why}")
 
     def _publish(self) -> Transition | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
@@ -854,12 +798,9 @@ class Coordinator(Role):
         return self._hand_over()
 
     def _only_serve(self, known: set[str]) -> list[Member]:
-        """Return who runs no workers but may hold what nobody else does.
+        """Return who runs no workers but may hold state: who has left, leaves, or is in quarantine.
 
-        Those that have left, are about to, or are in quarantine.
-
-        Args:
-            known: agent ids of members and spares.
+        `known` are the agent ids of members and spares.
         """
         ctx = self.ctx
         idle = [peer.member for peer in self.peers if peer.ready]
@@ -867,9 +808,9 @@ class Coordinator(Role):
         return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
-        """Go, if this agent's machine is excluded and its pod can be made anew on another.
+        """Go, if this machine is excluded and the pod can start on another.
 
-        All know what is excluded, by the epoch just published; another agent ends it and continues.
+        The epoch just published says what is excluded; another agent ends it and continues.
         """
         ctx = self.ctx
         why = ctx.excluded.get(ctx.me.host)
@@ -943,13 +884,14 @@ class Coordinator(Role):
             return self._stop(EXIT_DONE, f"the last step, {step}, is done")
         if self._stopping is not None:
             saved = all(report.saved for report in self._ended.values())
-            where = f"saved at step {step}" if saved else f"stopped at step {step}; {NOT_SAID}"
+            where = f"saved at step {step}" if saved else f"stopped at step {step}; {_NOT_SAID}"
             return self._stop(EXIT_SAVED, f"{self._stopping}; {where}")
         # Workers also leave by themselves, to continue from an older state (numbers: rollback).
         self.phase = Phase.IDLE
         self.reason = "growth" if self._asked else "workers left"
-        if leaving := named_leaving(self.peers):
-            self.reason = f"{leaving} left"
+        if nodes := sorted(peer.member.node for peer in self.peers if peer.leaving):
+            more = f" and {len(nodes) - 4} more" if len(nodes) > 4 else ""
+            self.reason = f"{', '.join(nodes[:4])}{more} left"
         return self.advance()
 
     def _ask_all(self, request: Request) -> None:
@@ -965,10 +907,7 @@ class Coordinator(Role):
     # --- failures ------------------------------------------------------------------------
 
     def _failed(self, peer: Peer, report: WorkersFailed) -> None:
-        """End the epoch once it is known what a failure is: one node's, or that of all.
-
-        That is when all nodes have said theirs, or a moment later (`attribution.settle_s`).
-        """
+        """End the epoch once all nodes have said theirs, or a moment later (`settle_s`)."""
         ctx, wait_s = self.ctx, settle_s(report.failure)
         self._failures.append((peer.member.node, report))
         if self.phase not in BUSY:
@@ -982,14 +921,18 @@ class Coordinator(Role):
         if len(self._failures) < len(self.members):
             return False  # the cheap question first: every member asks it
         heard = {node for node, _ in self._failures}
-        peers = map(self.peers.get, self.members)
-        return all(peer.member.node in heard for peer in peers if peer is not None)
+        return all(p.member.node in heard for p in map(self.peers.get, self.members) if p)
 
     def _settled(self) -> None:
         """End the epoch for the failures that were reported."""
         if self.phase in BUSY and self._failures:
-            abort = abort_for(self._failures)
-            self._end_epoch(abort.reason, abort.victims, stacks=abort.stacks)
+            causes = [
+                item for item in self._failures if item[1].failure.kind is not Kind.COLLATERAL
+            ]
+            node, first = (causes or self._failures)[0]
+            reason = f"rank {first.rank} failed: {first.failure.detail}"
+            victims = (node,) if causes and node else ()
+            self._end_epoch(reason, victims, stacks=first.failure.kind is Kind.HANG)
 
     def _end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
         """Have the workers of the epoch killed everywhere; `stacks`: dump theirs first."""
@@ -1011,17 +954,17 @@ class Coordinator(Role):
             members=self.members,
             everyone=ctx.everyone,
             lost=self._lost_nodes + gone,
-            left=self.departures.left_nodes | {p.member.node for p in self.peers if p.leaving},
+            left=self._left_nodes | {p.member.node for p in self.peers if p.leaving},
             reports=self._failures,
             committed=[commit.step for commit in self.lease.commits],
             stepped=self._stepped_in == ctx.epoch or any(r.stepped for _, r in self._failures),
             sizes=self.lease.sizes,
         )
-        ruling = attribute_end(end, ctx.history, settings.limits, ctx.now, ctx.excluded)
+        ruling = attribute_end(end, ctx.history, settings, ctx.now, ctx.excluded)
         if ruling is None:
             return
         self._lost_nodes, self._failures = [], []
-        self.departures.left_nodes.clear()
+        self._left_nodes.clear()
         self.reason, ctx.history = ruling.reason, ruling.history
         if ruling.drops is not None:
             self._drop(ruling.drops)
@@ -1052,10 +995,10 @@ class Coordinator(Role):
         """Exclude a machine from the job, for good unless the operator readmits it.
 
         Args:
-            node: for what it did there. It may have left since, or moved.
+            node: which failed there; it may have left or moved since.
             host: the machine; whoever is there goes.
             reason: why.
-            kind: of the failure that did it; None: the node itself has left.
+            kind: of the failure; None: the node left by itself.
         """
         ctx = self.ctx
         ctx.excluded[host] = reason
@@ -1160,7 +1103,7 @@ class Coordinator(Role):
         ctx, member = self.ctx, peer.member
         if peer.leaving:
             return
-        peer.leaving, self.departures.why[member.agent_id] = True, report.reason
+        peer.leaving, self._leaving[member.agent_id] = True, report.reason
         ctx.leaving[member.agent_id] = member
         ctx.log("member.leaving", member=member.node, host=member.host, reason=report.reason)
         self._send_all(Leaves(member=member))
@@ -1168,32 +1111,26 @@ class Coordinator(Role):
             ctx.after("together", TOGETHER_S)
 
     def _departures_decided(self) -> Transition | None:
-        """Let those go that were asked to within a moment."""
-        ctx = self.ctx
+        """Let those go that were asked to within a moment; when all were, the job saves and ends.
+
+        The others keep the state in memory; where too few stay for that, it is saved on storage.
+        """
         if self._stopping is not None:
             return None  # all go, once they have saved
-        how = decide(
-            all_leave=all(peer.leaving for peer in self.peers) and not self._others_may_live,
-            run_workers=self._held_by_epoch,
-            enough_stay=self._rung is not None,
-        )
-        if how is Departure.JOB_STOPS:
-            return self._save_and_stop(f"{next(iter(self.departures.why.values()))} on every node")
-        if how is Departure.NOW:
+        if all(peer.leaving for peer in self.peers) and not self._others_may_live:
+            return self._save_and_stop(f"{next(iter(self._leaving.values()))} on every node")
+        if not self._held_by_epoch:
             return self._let_go()
-        if how is Departure.AT_BOUNDARY:
-            ctx.after("boundary", BOUNDARY_S)
+        enough_stay = self._rung is not None
+        if enough_stay:
+            self.ctx.after("boundary", BOUNDARY_S)
         if self.phase is not Phase.DRAINING:
-            to_storage = how is Departure.SAVED_AT_BOUNDARY
-            self._ask_all(Request.STOP | Request.GROW if to_storage else Request.GROW)
+            self._ask_all(Request.GROW if enough_stay else Request.STOP | Request.GROW)
         return None
 
     @property
     def _others_may_live(self) -> bool:
-        """Whether as many fell silent lately as are here: perhaps this side is the one cut off.
-
-        Then those here leave, and do not end the job of those there.
-        """
+        """Whether as many fell silent lately as are here: their job may go on without this side."""
         since = self.ctx.now - self.ctx.settings.join_timeout_s
         lately = sum(when >= since for when in self.peers.fell_silent.values())
         return lately >= len(self.peers)
@@ -1201,7 +1138,7 @@ class Coordinator(Role):
     @property
     def _held_by_epoch(self) -> bool:
         """Whether some that leave run workers."""
-        return self.phase in BUSY and self.departures.run_workers(self.members)
+        return self.phase in BUSY and any(member in self._leaving for member in self.members)
 
     def _no_boundary(self) -> Transition | None:
         """End an epoch that does not come to a boundary."""
@@ -1212,8 +1149,8 @@ class Coordinator(Role):
         return self.advance()
 
     def _let_go(self) -> Transition | None:
-        """Let go of those that no epoch needs any more; this agent goes last."""
-        ctx, why = self.ctx, self.departures.why
+        """Let agents go that no epoch needs any more; this one goes last."""
+        ctx, why = self.ctx, self._leaving
         if not why or "together" in ctx.timers or self._held_by_epoch:
             return None  # the cheap question first: every agent that joins asks it
         for peer in self.peers:
@@ -1231,14 +1168,14 @@ class Coordinator(Role):
     def _is_needed(self, member: Member) -> bool:
         """Whether those that continue may need what `member` holds.
 
-        Not if they have committed in an epoch without it. The pods of a parked job are not made
-        anew before they have gone.
+        Not if they have committed in an epoch without it. Pods of a parked job have to go before
+        others take their places.
         """
         without = member.agent_id not in self.members and self._committed_in == self.ctx.epoch
         return not without and (self._rung is not None or not self.ctx.in_pod)
 
     def _release(self, peer: Peer, code: int, reason: str) -> None:
-        """Let an agent go that the others continue without, or wait for another in its place."""
+        """Let an agent go; the others continue, or wait for another in its place."""
         serves = self._is_needed(peer.member)
         if serves:
             self.ctx.has_left(peer.member)
@@ -1251,7 +1188,7 @@ class Coordinator(Role):
         """Continue when the lease is still held, else step down."""
         lease = state.lease
         ours = won and lease is not None and lease.term == self.ctx.term
-        if ours and lease is not None and lease.beat != self._beat_sent:
+        if lease is not None and ours and lease.beat != self._beat_sent:
             self._beat_sent = lease.beat
             self._send_all(Renewed(beat=lease.beat))
         return self._with(self.lease.swapped(state, token, won=won))
@@ -1261,10 +1198,7 @@ class Coordinator(Role):
         return self._with(self.lease.swapped(state, token, won=False))
 
     def board_failed(self, error: str, *, gone: bool) -> Transition | None:
-        """The board does not answer: no new epoch, but the running one continues.
-
-        No epoch ever begins where the board cannot be put back: then the job ends.
-        """
+        """Continue the running epoch without a board; end the job where it cannot come back."""
         self.lease.failed()
         forms = self.phase is Phase.FORMING
         if not (gone and forms and self.ctx.now - self._form_asked >= FINAL_SWAP_S):
@@ -1333,7 +1267,7 @@ class Coordinator(Role):
             self.ctx.outbox.append(Send(conns, message))
 
     def _send_epoch(self, formed: Formed) -> None:
-        """Send an epoch: what has changed to those that hold the last one, else all of it."""
+        """Send what has changed to those that hold the last epoch, all of it to others."""
         held = self.ctx.everyone
         base, now = held.digest, (formed.members + formed.spares).digest
         knowing: list[Conn] = []
@@ -1354,16 +1288,11 @@ class Coordinator(Role):
             self.ctx.close(peer.conn)
 
 
+_NOT_SAID: Final = (
+    "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
+)
 _ONE_EACH: Final = "start one agent per node, or give each a --node of its own"
 
 
 def _newer(member: Member) -> str:
     return f"a newer agent of {member.node} has joined: {_ONE_EACH}"
-
-
-def _handlers(names: Iterable[str]) -> dict[str, Callable[..., Transition | None]]:
-    return {name: getattr(Coordinator, name) for name in names}
-
-
-_HANDLERS: Final = _handlers(on.handler for on in TRANSITIONS.values())
-"""Looked up once: a name in the table that is no method fails at import."""

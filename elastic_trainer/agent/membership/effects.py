@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from elastic_trainer.agent.membership.attribution import History, Limits
-from elastic_trainer.agent.membership.messages import Differ, Formed, Join, Message
+from elastic_trainer.agent.membership.attribution import History
+from elastic_trainer.agent.membership.messages import Formed, Join, Message
 from elastic_trainer.agent.membership.notices import (
     EpochAborted,
     EpochFormed,
@@ -28,7 +28,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersSeen,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
-from elastic_trainer.agent.membership.terms import Terms, differences, digest
+from elastic_trainer.agent.membership.terms import Terms, digest
 from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.ladder import Ladder
@@ -142,18 +142,6 @@ class Settings(ElasticSection):
         """How long workers continue though another epoch may have begun elsewhere."""
         return FENCE_RENEWALS * self.lease_renew_s
 
-    @property
-    def limits(self) -> Limits:
-        """What failures may cost."""
-        return Limits(
-            max_restarts=self.max_restarts,
-            max_crashes=self.max_crashes,
-            max_hangs=self.max_hangs,
-            no_progress=self.no_progress,
-            window_s=self.window_s,
-            node_failures=self.node_failures,
-        )
-
 
 _FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
 """Reports that hold beyond their epoch."""
@@ -194,11 +182,11 @@ class Context:
     """Machines excluded, and why: no agent there may take part."""
     reports: list[Report] = field(default_factory=list)
     """What the local agent said of the present epoch, or for good: sent to every coordinator
-    that is joined anew, since the one before may have died with it unread."""
+    that is joined, since the one before may have died with it unread."""
     ready: bool = True
     """Whether this node's workers can be forked at once."""
     leaving: dict[str, Member] = field(default_factory=dict)
-    """Those that leave on request, by id: their end is no failure."""
+    """Agents that leave on request, by id: their end is not a failure."""
     left: dict[str, Left] = field(default_factory=dict)
     """Agents that have left and serve their snapshots, by id."""
     readmit: bool = False
@@ -247,13 +235,6 @@ class Context:
         )
         self.send(conn, message)
 
-    def join_with_terms(self, conn: Conn, theirs: Differ) -> None:
-        """Say what the coordinator has otherwise, and let it decide."""
-        names = self.me.node, theirs.node
-        _, may = differences(self.settings.terms, theirs.terms, names)
-        self.warn_of(may)
-        self.join(conn, said=True)
-
     def warn_of(self, differs: str) -> None:
         """Have the local agent say once what may differ between nodes, and does."""
         if differs and differs not in self.warned:
@@ -274,7 +255,7 @@ class Context:
 
     @property
     def in_pod(self) -> bool:
-        """Whether an agent that ends is started anew, perhaps on another machine."""
+        """Whether an agent that ends is started again, perhaps on another machine."""
         return self.me.host != self.me.node
 
     def tell(self, notice: Notice) -> None:
@@ -301,7 +282,7 @@ class Context:
         self.left.setdefault(member.agent_id, left)
 
     def serving(self) -> Members:
-        """Return those that have left and serve their snapshots still."""
+        """Return the agents that have left and still serve their snapshots."""
         if not self.left:
             return NOBODY  # as nearly always: every agent that joins asks it
         return Members.of(left.member for left in self.left.values() if self.now < left.until)
@@ -354,5 +335,5 @@ class Context:
         self.abandon_epoch("cut off from the coordinator and from the board", self.me.node)
 
     def after(self, name: str, delay_s: float) -> None:
-        """Set (or set anew) the timer `name`."""
+        """Set the timer `name`, or set it again."""
         self.timers[name] = self.now + delay_s

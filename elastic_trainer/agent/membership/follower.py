@@ -166,7 +166,7 @@ class Follower(Role):
         )
 
     def _new_epoch(self, conn: Conn, news: Formed | Changed) -> Transition | None:
-        """Adopt an epoch; of one that cannot be, join anew: that says what this agent holds."""
+        """Adopt an epoch; join again for one that cannot be: that says what this agent holds."""
         ctx = self.ctx
         try:
             formed = news.on(ctx.everyone) if isinstance(news, Changed) else news
@@ -229,11 +229,10 @@ class Follower(Role):
             return self._look_for_the_coordinator()
         if name == "beat":
             if self._link is not None:
-                if ctx.now - self._heard > ctx.settings.dead_after_s:
+                silent_s = ctx.now - self._heard
+                if silent_s > ctx.settings.dead_after_s:
                     ctx.close(self._link)
-                    return self._lost(
-                        f"no word from the coordinator for {ctx.now - self._heard:.1f} s"
-                    )
+                    return self._lost(f"no word from the coordinator for {silent_s:.1f} s")
                 ctx.send(self._link, Ping())
             ctx.after("beat", ctx.settings.heartbeat_s)
         return None

@@ -211,7 +211,7 @@ class HangDiagnosis:
         return patience_s - shortest_s + 0.01 if shortest_s <= patience_s else 0.0
 
     def silent(self, heard: Mapping[str, float]) -> list[str]:
-        """Return those of these agents that have said nothing at all since they were asked."""
+        """Return the agents that have said nothing at all since they were asked."""
         return [a for a, when in heard.items() if self.asked is not None and when <= self.asked]
 
     def conclude(self, members: Collection[str]) -> tuple[HungWorker, WorkersFailed] | None:

@@ -51,7 +51,7 @@ class LeaseHolder:
         self.confirmed = ctx.now
         """When the board last said that this agent holds the lease."""
         self.sizes = state.sizes
-        """As they are to be on the board."""
+        """What the board is to have."""
         self.epoch: int | None = None
         self.store: tuple[str, int] | None = None
 

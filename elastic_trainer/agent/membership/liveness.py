@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from elastic_trainer.agent.membership.effects import Conn
+from elastic_trainer.agent.membership.messages import Join
 from elastic_trainer.agent.membership.notices import Member
 
 
@@ -100,21 +101,12 @@ class Peers:
         self.unsure.add(peer.member.agent_id)
         self.fell_silent[peer.member.node] = now
 
-    def connect(
-        self,
-        member: Member,
-        conn: Conn,
-        now: float,
-        *,
-        ready: bool = True,
-        fresh: bool = False,
-        holds: str = "",
-    ) -> Conn | None:
-        """Put `member` on `conn`; return a connection of it that this one replaces."""
-        peer = self._by_id.setdefault(
-            member.agent_id, Peer(member, None, now, ready=ready, fresh=fresh)
-        )
-        if ready:
+    def connect(self, join: Join, conn: Conn, now: float) -> Conn | None:
+        """Put an agent that joins on `conn`; return a connection of it that this one replaces."""
+        member = join.member
+        new = Peer(member, None, now, ready=join.ready, fresh=join.last_epoch == 0)
+        peer = self._by_id.setdefault(member.agent_id, new)
+        if join.ready:
             self.now_ready(peer)
         elif not peer.ready:
             self._cold.add(member.agent_id)
@@ -123,7 +115,7 @@ class Peers:
         self.unsure.discard(member.agent_id)
         self.fell_silent.pop(member.node, None)
         old = self.disconnect(peer)
-        peer.conn, peer.heard, peer.holds = conn, now, holds
+        peer.conn, peer.heard, peer.holds = conn, now, join.holds
         self._by_conn[conn] = peer
         return old if old != conn else None
 
@@ -134,8 +126,8 @@ class Peers:
             self._by_conn.pop(old, None)
         return old
 
-    def remove(self, peer: Peer) -> Conn | None:
-        """Forget `peer`, whose node is absent from now on; return its connection, still open."""
+    def remove(self, peer: Peer) -> None:
+        """Forget `peer`, whose node is absent from now on; its connection stays open."""
         self.absent.add(peer.member.node)
         self._by_id.pop(peer.member.agent_id, None)
         self._cold.discard(peer.member.agent_id)
@@ -143,7 +135,7 @@ class Peers:
             del self._by_node[peer.member.node]
         if peer.probe is not None:
             self._by_probe.pop(peer.probe, None)
-        return self.disconnect(peer)
+        self.disconnect(peer)
 
     def conns(self, agent_ids: tuple[str, ...] | None = None) -> tuple[Conn, ...]:
         """Return the connections of these agents, or of all."""
@@ -154,11 +146,9 @@ class Peers:
         """Return how many of these agents were heard since then, this one included."""
         known = (self.get(agent_id) for agent_id in set(agent_ids) - self.unsure)
         return sum(
-            peer is not None
-            and (
-                peer.member.agent_id == self._me or (peer.conn is not None and peer.heard >= since)
-            )
+            peer.member.agent_id == self._me or (peer.conn is not None and peer.heard >= since)
             for peer in known
+            if peer is not None
         )
 
     def able(self, excluded: Collection[str]) -> list[Member]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
 from elastic_trainer.agent.membership.messages import (
@@ -17,6 +17,7 @@ from elastic_trainer.agent.membership.messages import (
     Won,
 )
 from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
+from elastic_trainer.agent.membership.terms import differences
 from elastic_trainer.board.state import BoardState, Token
 
 
@@ -44,19 +45,18 @@ class ToCandidate:
 
 @dataclass(frozen=True, slots=True)
 class ToCoordinator:
-    """The board is won. `expected`: members of the last epoch that will join on these links.
-
-    `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
-    `expected` that have said nothing yet. `amid`: the job has had newer epochs
-    than this agent knows.
-    """
+    """The board is won."""
 
     state: BoardState
     token: Token
-    expected: dict[Conn, str] | None = field(default=None)
+    expected: dict[Conn, str] | None = None
+    """Members of the last epoch that will join on these links."""
     gone: tuple[str, ...] = ()
+    """Dead nodes, for which a first epoch does not wait."""
     unheard: frozenset[Conn] = frozenset()
+    """Links of `expected` on which nothing was said yet."""
     amid: bool = False
+    """The job has had newer epochs than this agent knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,10 @@ class Role:
             case Join():
                 self.ctx.send(conn, Reject(code=None, reason="not the coordinator"))
                 self.ctx.close(conn)
-            case Differ():
-                self.ctx.join_with_terms(conn, message)
+            case Differ(node=node, terms=theirs):
+                ours = self.ctx.settings.terms
+                self.ctx.warn_of(differences(ours, theirs, (self.ctx.me.node, node))[1])
+                self.ctx.join(conn, said=True)
             case Elect(job=job, term=term):
                 lost = job == self.ctx.job and self.has_lost(term)
                 self.ctx.send(conn, Vote(lost=lost))

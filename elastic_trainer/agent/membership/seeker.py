@@ -40,7 +40,7 @@ class Seeker(Role):
         """No epoch was published yet."""
         self._refused = False
         self._patience, self._waited = 1, 0
-        """In times of `dial_timeout_s`: for a coordinator that many ask at once."""
+        """How many `dial_timeout_s` a coordinator gets that many ask at once."""
         self._claiming = False
         self._looked = 0
         """Times that the board was read again without finding another coordinator there."""
@@ -80,7 +80,11 @@ class Seeker(Role):
             and self._seen.term == lease.term
             and self._seen.beat != lease.beat
         ):
-            return ToDone(EXIT_DO_NOT_RESTART, live_job_message(lease))
+            return ToDone(
+                EXIT_DO_NOT_RESTART,
+                f"the run is live in job {lease.job}, coordinated by {lease.node} "
+                f"({lease.address}:{lease.port}): cancel that job first, or wait for its end",
+            )
         self._note(lease)
         if (lease.address, lease.port) == (ctx.me.address, ctx.me.port):
             # The holder had this agent's port before: it is dead, and nobody else is there.
@@ -143,7 +147,7 @@ class Seeker(Role):
             self._claiming = True
             term = (lease.term if lease else ctx.term) + 1
             before = state.lease or state.ended
-            # Submitted anew: whatever failed on so many nodes may have been repaired.
+            # Submitted again: whatever failed on so many nodes may have been repaired.
             again = before is None or is_of(ctx.job, before.job)
             sizes = state.sizes if again else Sizes()
             claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)), sizes=sizes)
@@ -209,13 +213,13 @@ class Seeker(Role):
             self._called = None
         if conn == self._link:
             self._link, self._refused = None, refused
-            self._grow_patient(refused=refused)
+            self._patience = 1 if refused else min(2 * self._patience, MAX_PATIENCE)
             self.ctx.timers.pop("welcome", None)
             self._look_again(in_time=True)
         return None
 
     def received(self, conn: Conn, message: Message) -> Transition | None:
-        """ToFollower who welcomes us; obey a definite no."""
+        """Follow who welcomes this agent; obey a definite no."""
         ctx = self.ctx
         match message:
             case Welcome(term=term) if conn == self._link and term >= ctx.term:
@@ -236,9 +240,6 @@ class Seeker(Role):
                 return None
         return super().received(conn, message)
 
-    def _grow_patient(self, *, refused: bool) -> None:
-        self._patience = 1 if refused else min(2 * self._patience, MAX_PATIENCE)
-
     def _drop_link(self) -> None:
         if self._link is not None:
             self.ctx.close(self._link)
@@ -255,15 +256,7 @@ class Seeker(Role):
             else:
                 self._drop_link()
                 self._refused = False
-                self._grow_patient(refused=False)
+                self._patience = min(2 * self._patience, MAX_PATIENCE)
         if name in ("welcome", "retry") and not self._claiming:
             self.ctx.outbox.append(ReadBoard())
         return None
-
-
-def live_job_message(lease: Lease) -> str:
-    """Say which job holds the run, and how to fix it."""
-    return (
-        f"the run is live in job {lease.job}, coordinated by {lease.node} "
-        f"({lease.address}:{lease.port}): cancel that job first, or wait for its end"
-    )

@@ -52,11 +52,11 @@ class Members(Sequence[Member]):
             raise ValueError("a table of members has columns of several lengths")
         texts, numbers = raw[: len(_TEXTS)], raw[len(_TEXTS) :]
         if any(set(map(type, column)) - {str} for column in texts):
-            raise ValueError("a table of members has a text that is none")
+            raise ValueError("a table of members has a text of another type")
         if any(set(map(type, column)) - {int} for column in numbers) or any(
             column and not 0 <= min(column) <= max(column) <= _MAX_NUMBER for column in numbers
         ):
-            raise ValueError("a table of members has a number that is none, or out of range")
+            raise ValueError("a table of members has a number of another type, or out of range")
         return cls(tuple(raw))
 
     def to_wire(self) -> tuple[list[Any], ...]:
@@ -70,10 +70,7 @@ class Members(Sequence[Member]):
 
     @property
     def digest(self) -> str:
-        """Tell this table from others, by its agent ids; empty: it has none.
-
-        An id is of one start of an agent, which is the same member as long as it runs.
-        """
+        """Tell this table from others by its agent ids, one per start; empty: it has none."""
         return hashlib.blake2b(repr(self.ids).encode(), digest_size=16).hexdigest() if self else ""
 
     def picked(self, bounds: Sequence[int]) -> Members:
@@ -124,7 +121,7 @@ class Members(Sequence[Member]):
             return node
 
     def hosts_of(self, agent_ids: Collection[str]) -> set[str]:
-        """Return the machines of those of these agents that are here."""
+        """Return the machines of these agents, as far as they are here."""
         wanted = set(agent_ids)
         pairs = zip(self.ids, self._columns[2], strict=True)
         return {host for agent_id, host in pairs if agent_id in wanted}

@@ -45,7 +45,7 @@ class Launch:
     heartbeat: Path
     error_file: Path
     error_log: Path | None = None
-    """Of stderr; None: it goes to `log` too."""
+    """Gets stderr; None: `log` does."""
     args: tuple[str, ...] | None = None
     """Those of this epoch; None: the task's."""
     cpus: str | None = None
@@ -90,7 +90,7 @@ class WorkerExited:
     """The error file's content."""
     error_file: Path
     log: Path
-    """Of its stderr."""
+    """Has its stderr."""
     log_tail: str
     """What it last wrote there, of this epoch alone; empty after a good end. After SIGKILL: what is
     known of memory."""
@@ -105,7 +105,7 @@ class ZygoteLost:
     detail: str
     workers: int
     unreapable: tuple[int, ...]
-    """Process ids of those that even the kernel could not end."""
+    """Processes that even the kernel could not end."""
     of_memory: bool = False
     """The kernel has killed processes of this machine for memory meanwhile."""
 

@@ -49,7 +49,7 @@ def differences(one: Terms, other: Terms, names: tuple[str, str]) -> tuple[str, 
 
     Args:
         one: terms of the agent that joins.
-        other: those of the coordinator.
+        other: terms of the coordinator.
         names: their nodes.
     """
     must: list[str] = []

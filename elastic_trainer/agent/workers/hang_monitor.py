@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
-from elastic_trainer.agent.hangs.procfs import shares_of, state_of
-from elastic_trainer.agent.hangs.stacks import gather_fronts
+from elastic_trainer.agent.hangs.stacks import gather_fronts, held_s, state_of
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers.settings import AgentConfig
@@ -72,7 +71,7 @@ class HangMonitor:
         self._progress = self._watch.observe(
             own_now,
             self._workers.beats(),
-            held={local: shares_of(pid).held_s for local, pid in pids.items()},
+            held={local: held_s(pid) for local, pid in pids.items()},
             states={
                 local: state_of(pid)
                 for local, pid in pids.items()

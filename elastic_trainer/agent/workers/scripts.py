@@ -18,7 +18,7 @@ from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
 from elastic_trainer.agent.workers.workers import Workers, size_of
-from elastic_trainer.plan.templates import fill, values_of
+from elastic_trainer.plan.command import fill, values_of
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
 from elastic_trainer.record.script_steps import (

@@ -24,8 +24,7 @@ from torch.distributed.elastic.metrics import api as metrics_api
 
 from elastic_trainer.agent import agent as agents
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.hangs.procfs import is_stuck, state_of
-from elastic_trainer.agent.hangs.stacks import GATHER_S
+from elastic_trainer.agent.hangs.stacks import GATHER_S, is_stuck, state_of
 from elastic_trainer.agent.membership.attribution import attribute
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,

@@ -17,6 +17,7 @@ from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options, parse
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.main import main
+from elastic_trainer.plan.command import fill
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
@@ -28,7 +29,6 @@ from elastic_trainer.plan.config import (
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.plan.templates import fill
 from elastic_trainer.storage.storage_probe import probe_storage
 
 

@@ -13,7 +13,6 @@ from elastic_trainer.agent.membership.attribution import (
     Attribution,
     EpochEnd,
     History,
-    Limits,
     attribute,
     attribute_end,
     gather,
@@ -21,6 +20,7 @@ from elastic_trainer.agent.membership.attribution import (
 )
 from elastic_trainer.agent.membership.notices import Member, WorkersFailed
 from elastic_trainer.agent.membership.table import Members
+from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.record.failures import Action, Failure, Kind
 
 COLLATERAL = (Kind.COLLATERAL, "connection reset")
@@ -204,7 +204,7 @@ def test_whatever_was_reported_there_is_a_cause(said, lost):
 
 # --- what follows: budgets and exclusions ------------------------------------------------
 
-LIMITS = Limits(max_restarts=3, window_s=100.0, node_failures=2)
+LIMITS = ElasticSection(max_restarts=3, window_s=100.0, node_failures=2)
 
 
 def failure(
@@ -225,7 +225,11 @@ def history(*found: Attribution, apart_s: float = 1.0, progress=()) -> History:
 
 
 def after(
-    *found: Attribution, limits: Limits = LIMITS, excluded=(), apart_s: float = 1.0, progress=()
+    *found: Attribution,
+    limits: ElasticSection = LIMITS,
+    excluded=(),
+    apart_s: float = 1.0,
+    progress=(),
 ):
     record = history(*found, apart_s=apart_s, progress=progress)
     return record.consequence(found[-1], limits, (len(found) - 1) * apart_s, excluded)
@@ -256,7 +260,7 @@ def test_a_node_that_fails_twice_leaves_also_when_the_budget_is_used_up():
 
 def test_failures_of_long_ago_count_no_more():
     assert after(failure("a"), failure("a"), apart_s=101.0).exclude is None
-    tight = Limits(max_restarts=0, window_s=100.0, node_failures=9)
+    tight = ElasticSection(max_restarts=0, window_s=100.0, node_failures=9)
     assert after(failure("a"), failure("b"), limits=tight, apart_s=101.0).stop_code == 94
     assert after(failure("a"), failure("b"), apart_s=101.0).stop_code is None
 
@@ -311,7 +315,7 @@ OF_A_MACHINE = [
     (Kind.FAULT, "SIGSEGV"),
     (Kind.INFRASTRUCTURE, "OSError: [Errno 5] Input/output error"),
 ]
-BY_CLASS = Limits(max_restarts=100, window_s=100.0, node_failures=2, max_crashes=5)
+BY_CLASS = ElasticSection(max_restarts=100, window_s=100.0, node_failures=2, max_crashes=5)
 
 
 @pytest.mark.parametrize("error", OF_THE_PROGRAM)
@@ -421,7 +425,9 @@ def test_a_bad_node_at_the_start_leaves_and_does_not_stop_the_rest():
 
 @pytest.mark.parametrize(("kind", "key"), [(Kind.CRASH, "max_crashes"), (Kind.HANG, "max_hangs")])
 def test_each_class_has_a_budget_of_its_own(kind, key):
-    limits = Limits(max_restarts=100, window_s=100.0, node_failures=99, max_crashes=2, max_hangs=2)
+    limits = ElasticSection(
+        max_restarts=100, window_s=100.0, node_failures=99, max_crashes=2, max_hangs=2
+    )
     found = [failure(node, kind, f"{node} went wrong") for node in "abc"]
     progress = [1, 2, 3]
     assert after(*found[:2], limits=limits, progress=[1, 2]).stop_code is None

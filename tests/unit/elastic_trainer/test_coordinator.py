@@ -70,6 +70,10 @@ def test_the_table_has_every_report():
     assert {type(report) for report in reports(3)} == set(get_args(Report))
 
 
+def test_the_table_names_methods():
+    assert all(callable(getattr(Coordinator, on.handler)) for on in TRANSITIONS.values())
+
+
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("report", reports(3), ids=lambda report: type(report).__name__)
 def test_a_report_does_nothing_in_a_phase_in_which_it_does_not_count(phase, report):
@@ -102,3 +106,14 @@ def test_where_a_report_leads(phase, report, then):
     one = coordinator(phase)
     one.received(1, wrap(report))
     assert one.phase is then
+
+
+@pytest.mark.parametrize(
+    ("phase", "then"), [(Phase.IDLE, Phase.ENDING), (Phase.RUNNING, Phase.DRAINING)]
+)
+def test_when_all_are_asked_to_go_the_job_saves_what_runs_and_ends(phase, then):
+    one = coordinator(phase)
+    one.reported(LeaveAsked(reason="drained"))
+    one.received(1, wrap(LeaveAsked(reason="drained")))
+    one.timer("together")
+    assert (one.phase, one._stopping) == (then, "drained on every node")

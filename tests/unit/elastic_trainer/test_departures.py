@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 from test_membership import coordinator, others, started
 
-from elastic_trainer.agent.membership.departures import BOUNDARY_S, TOGETHER_S, Departure, decide
+from elastic_trainer.agent.membership.coordinator import BOUNDARY_S, TOGETHER_S
 from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
@@ -307,18 +307,3 @@ def test_whoever_is_asked_goes_and_the_rest_settle(nodes, script):
     if cluster.up:
         assert cluster.settled(), cluster.describe()
         assert told(cluster.up[0], EpochFormed)
-
-
-@pytest.mark.parametrize(
-    ("all_leave", "run_workers", "enough_stay", "how"),
-    [
-        (True, True, False, Departure.JOB_STOPS),
-        (True, False, False, Departure.JOB_STOPS),
-        (False, False, True, Departure.NOW),
-        (False, True, True, Departure.AT_BOUNDARY),
-        (False, True, False, Departure.SAVED_AT_BOUNDARY),
-    ],
-)
-def test_how_they_leave(all_leave, run_workers, enough_stay, how):
-    found = decide(all_leave=all_leave, run_workers=run_workers, enough_stay=enough_stay)
-    assert found is how

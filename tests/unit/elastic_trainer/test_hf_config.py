@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
-from elastic_trainer.plan.models import PRESETS
+from elastic_trainer.plan.models import PRESETS, ConfigError, parse_hf_config
 
 LLAMA_31_405B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.model.decoder import build
-from elastic_trainer.plan.hf_config import parse_hf_config
-from elastic_trainer.plan.models import PRESETS, ModelShape
-from elastic_trainer.plan.models.mistral import Mistral
-from elastic_trainer.plan.models.qwen3 import Qwen3
+from elastic_trainer.plan.models import PRESETS, Mistral, ModelShape, Qwen3, parse_hf_config
 from elastic_trainer.state import hf_names
 
 TINY = PRESETS["tiny"]

@@ -12,10 +12,7 @@ import torch
 from hf_models import equal_bits, export_run, names_of, random_weights, read_hf, write_hf
 
 from elastic_trainer.model.decoder import build, rope_table
-from elastic_trainer.plan.models import PRESETS, ModelShape
-from elastic_trainer.plan.models.mistral import Mistral
-from elastic_trainer.plan.models.mixtral import Mixtral
-from elastic_trainer.plan.models.qwen3 import Qwen3
+from elastic_trainer.plan.models import PRESETS, Mistral, Mixtral, ModelShape, Qwen3
 from elastic_trainer.state.hf_convert import import_hf
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -11,10 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from elastic_trainer.model.decoder import build, rope_table
 from elastic_trainer.model.mixture import Mixture
 from elastic_trainer.parallel.apply import initialise
-from elastic_trainer.plan.models import PRESETS
-from elastic_trainer.plan.models.mistral import Mistral
-from elastic_trainer.plan.models.mixtral import Mixtral
-from elastic_trainer.plan.stages import split_layers
+from elastic_trainer.plan.layout import split_layers
+from elastic_trainer.plan.models import PRESETS, Mistral, Mixtral
 
 SHAPE = Mixtral(
     num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50,

@@ -6,8 +6,8 @@ import torch
 from elastic_trainer.model.decoder import Decoder, rope_table
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.parallel.pipeline import cut_stages
+from elastic_trainer.plan.layout import split_layers, stages_of_rank
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.plan.stages import split_layers, stages_of_rank
 
 SHAPE = ModelShape(num_layers=5, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.hangs.procfs import state_of
-from elastic_trainer.agent.hangs.stacks import StackTarget, find_py_spy, gather_stacks
+from elastic_trainer.agent.hangs.stacks import StackTarget, find_py_spy, gather_stacks, state_of
 
 pytestmark = pytest.mark.skipif(
     find_py_spy() is None, reason="py-spy is not installed: pip install py-spy"

@@ -17,10 +17,8 @@ from elastic_trainer.plan.config import (
     TrainSection,
 )
 from elastic_trainer.plan.ladder import Ladder, Rung
-from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import PRESETS, ModelShape
-from elastic_trainer.plan.models.mixtral import Mixtral
-from elastic_trainer.plan.stages import split_layers
+from elastic_trainer.plan.layout import ParallelLayout, split_layers
+from elastic_trainer.plan.models import PRESETS, Mixtral, ModelShape
 from elastic_trainer.train.rank_part import main, rank_part
 
 PAPER = {

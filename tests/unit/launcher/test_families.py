@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.plan.models import PRESETS, Plugin
-from elastic_trainer.plan.models.mistral import Mistral
-from elastic_trainer.plan.models.qwen3 import Qwen3
+from elastic_trainer.plan.models import PRESETS, Mistral, Plugin, Qwen3
 from launcher.plan.search import plan
 from launcher.render.local import to_train_config
 from launcher.render.sbatch import _mounts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
-from elastic_trainer.plan.templates import fill
+from elastic_trainer.plan.command import fill
 from launcher.cli.main import run_cli
 from launcher.plan.search import plan
 from launcher.spec.errors import UserError
