@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.index import window_of
 from elastic_trainer.data.megatron import read_megatron
 from elastic_trainer.data.nanogpt import read_nanogpt
-from elastic_trainer.data.pin import pin
 from elastic_trainer.data.sft import read_sft
-from elastic_trainer.data.source import Array, Source, Tokens, Window, Windows
+from elastic_trainer.data.source import (
+    Array,
+    DataError,
+    Source,
+    Tokens,
+    UnreadableError,
+    Window,
+    Windows,
+)
 from elastic_trainer.data.text import read_text
 from elastic_trainer.plan.config import DataSection
+from elastic_trainer.storage.files import publish
 
 IGNORED: Final = -100
 """Target of a token that counts nothing: cross_entropy's own default."""
@@ -192,3 +201,64 @@ def _read(section: DataSection, path: Path, cache_dir: Path) -> Source:
         f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, megatron "
         "or sft"
     )
+
+
+_VERSION = 1
+_SHOWN = 16
+"""Characters of a digest that a message shows."""
+
+
+def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
+    """Write `identity` to `file`, or see that it says the same already.
+
+    All workers of an epoch come here at once: the first `link` wins, as on the board,
+    and the others compare with what it wrote.
+
+    Args:
+        file: RUN/corpus.json.
+        identity: of the corpus, see `Source`.
+        where: the corpus, for messages.
+
+    Raises:
+        DataError: HF706, `file` describes another corpus, or is no description.
+        OSError: `file` cannot be read or written.
+    """
+    try:
+        found = file.read_bytes()
+    except FileNotFoundError:
+        ours = {"v": _VERSION, "path": where, **identity}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
+            return
+        found = file.read_bytes()  # maybe our own, after a lost reply of NFS
+    was = _decoded(found, file)
+    now = {"v": _VERSION, **identity}
+    keys = [key for key in (*now, *was) if key != "path"]
+    differences = [
+        f"{key} {_shown(now.get(key))}, was {_shown(was.get(key))}"
+        for key in dict.fromkeys(keys)
+        if now.get(key) != was.get(key)
+    ]
+    if differences:
+        raise DataError(
+            f"HF706 data.path: {where} is not the corpus this run began with: "
+            f"{'; '.join(differences)}: restore the original, or start a new run; to continue "
+            f"with other samples on purpose, delete {file}"
+        )
+
+
+def _decoded(content: bytes, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"HF706 data.path: {file}, which says what corpus this run began with, is damaged "
+            f"({value}): put it back from a copy, or delete it if the corpus is the same"
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    return "unknown" if value is None else str(value)[:_SHOWN]

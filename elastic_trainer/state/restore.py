@@ -19,9 +19,9 @@ from elastic_trainer.board.state import (
 from elastic_trainer.plan.config import StartFrom
 from elastic_trainer.state.collective import Collective, StepFailedError, describe
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
-from elastic_trainer.state.load import State
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.state import State
 from elastic_trainer.state.storage import CheckpointStorage
 
 
