@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +30,9 @@ from elastic_trainer.storage.files import publish
 
 IGNORED: Final = -100
 """Target of a token that counts nothing: cross_entropy's own default."""
+_PIN_VERSION: Final = 1
+_SHOWN: Final = 16
+"""Characters of a digest that a message shows."""
 
 
 class Samples(NamedTuple):
@@ -66,21 +69,13 @@ class FlatWindows:
         return (len(self.tokens) - 1) // self._seq_len
 
     def window(self, index: int) -> Window:
-        """Return one, as one document."""
+        """Return a window, as one document."""
         start = index * self._seq_len
         return Window(self.tokens[start : start + self._seq_len + 1].astype(np.int64))
 
 
 class Corpus:
-    """Windows, visited in the order of `seed`.
-
-    Args:
-        windows: of the corpus.
-        seq_len: positions of a sample.
-        seed: of the order.
-        vocab_size: of the model; no token may be outside.
-        where: the corpus, for messages.
-    """
+    """Windows, visited in the order of `seed`. `where` names the corpus in messages."""
 
     def __init__(
         self, windows: Windows, *, seq_len: int, seed: int, vocab_size: int, where: str
@@ -186,26 +181,18 @@ def _windows(
         return read_sft(
             path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
         )
-    source = _read(section, path, cache_dir)
+    readers: dict[str, Callable[[], Source]] = {
+        "text": lambda: read_text(path, section.tokenizer, cache_dir),
+        "nanogpt": lambda: read_nanogpt(path),
+        "megatron": lambda: read_megatron(path),
+    }
+    if section.format not in readers:
+        raise DataError(
+            f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, "
+            "megatron or sft"
+        )
+    source = readers[section.format]()
     return FlatWindows(source.tokens, seq_len=seq_len, where=str(path)), source.identity
-
-
-def _read(section: DataSection, path: Path, cache_dir: Path) -> Source:
-    if section.format == "text":
-        return read_text(path, section.tokenizer, cache_dir)
-    if section.format == "nanogpt":
-        return read_nanogpt(path)
-    if section.format == "megatron":
-        return read_megatron(path)
-    raise DataError(
-        f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, megatron "
-        "or sft"
-    )
-
-
-_VERSION = 1
-_SHOWN = 16
-"""Characters of a digest that a message shows."""
 
 
 def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
@@ -226,13 +213,13 @@ def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
     try:
         found = file.read_bytes()
     except FileNotFoundError:
-        ours = {"v": _VERSION, "path": where, **identity}
+        ours = {"v": _PIN_VERSION, "path": where, **identity}
         file.parent.mkdir(parents=True, exist_ok=True)
         if publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
             return
         found = file.read_bytes()  # maybe our own, after a lost reply of NFS
     was = _decoded(found, file)
-    now = {"v": _VERSION, **identity}
+    now = {"v": _PIN_VERSION, **identity}
     keys = [key for key in (*now, *was) if key != "path"]
     differences = [
         f"{key} {_shown(now.get(key))}, was {_shown(was.get(key))}"

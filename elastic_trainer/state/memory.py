@@ -44,9 +44,8 @@ from elastic_trainer.state.snapshots.peer import (
     PeerLink,
     read_peers,
 )
-from elastic_trainer.state.state import NamedTensors
+from elastic_trainer.state.state import NamedTensors, flat_names, local_data
 from elastic_trainer.worker.secret import authenticate, load_secret
-from elastic_trainer.worker.torch_private import local_of
 
 
 class ImageWriter:
@@ -57,7 +56,7 @@ class ImageWriter:
         epoch: of this worker.
         rank: of this worker.
         num_ranks: of the epoch.
-        shard: which part of the state it holds, of how many.
+        shard: which part of the state it holds, of how many parts.
         offload: from the device of the tensors.
     """
 
@@ -99,17 +98,17 @@ class ImageWriter:
         Raises:
             NoRoomError, OSError: there is no memory for it.
         """
-        flat = _flat(live)
+        flat = flat_names(live)
         self.plan(live)
         image = self._images.get(slot) or self._make(slot)
         image.tear()
-        sources = [_local(flat[part.name]) for part in self._parts]
+        sources = [local_data(flat[part.name]) for part in self._parts]
         return image, self._header(step), self._offload.copy(self._views[slot], sources)
 
     def plan(self, live: NamedTensors) -> int:
         """Lay out the images of tensors like `live`; return how many bytes one has."""
         if not self._parts:
-            self._plan(_flat(live))
+            self._plan(flat_names(live))
         return self.size_bytes
 
     def warm(self, stop: threading.Event) -> None:
@@ -148,7 +147,7 @@ class ImageWriter:
             data, name = item.tensor_data, item.index.fqn
             sizes = tuple(data.chunk.sizes)
             dtype = data.properties.dtype
-            local = _local(flat[name])
+            local = local_data(flat[name])
             assert tuple(local.shape) == sizes, f"{name}: {local.shape} here, {sizes} planned"
             parts.append(
                 {
@@ -202,18 +201,6 @@ def view_of(image: Image, payload_at: int, part: Part) -> Tensor:
         image.map, dtype=getattr(torch, part.dtype), count=part.numel, offset=payload_at + part.at
     )
     return flat.view(part.sizes)
-
-
-def _flat(live: NamedTensors) -> dict[str, Tensor]:
-    return {
-        f"{section}.{name}": tensor
-        for section, tensors in live.items()
-        for name, tensor in tensors.items()
-    }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor).detach()
 
 
 AUTHENTICATE_S: Final = 5.0
@@ -302,9 +289,9 @@ class MemoryTier:
         layout: of the epoch.
         rank: of this worker.
         epoch: of membership.
-        every_steps: snapshot each multiple of it; 0 for none.
-        emit: writes an event; of rank 0.
-        ready: whether what else must be safe before a step may be gone on from, its ledger, is.
+        every_steps: snapshot each multiple of it; 0: never.
+        emit: writes an event, on rank 0.
+        ready: whether the ledger, without which nobody may continue from a step, is written.
         offload: from the device of the state.
     """
 

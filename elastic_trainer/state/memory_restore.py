@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -78,10 +77,7 @@ Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 class MemoryReader(LocatingReader):
     """Reads one snapshot. Making it is collective.
 
-    Args:
-        found: images of the snapshot that this rank has verified; each by one rank.
-        place: of this worker.
-        group: of all ranks.
+    `found`: images of the snapshot that this rank has verified; each by one rank.
     """
 
     def __init__(self, found: Found, place: KeeperPlace, group: Collective) -> None:
@@ -180,7 +176,9 @@ class MemoryReader(LocatingReader):
         """Fill what the plan asks for: from own memory by a copy, from others over TCP."""
         by_holding: dict[tuple[str, str], tuple[Holding, list[ByteSpan]]] = {}
         for item in plan.items:
-            holding, part = self._find(item.storage_index)
+            index = item.storage_index
+            assert index.offset is not None, index
+            holding, part = self._where[index.fqn, tuple(index.offset)]
             spans = by_holding.setdefault((holding.node, holding.file), (holding, []))[1]
             spans.append(span_of(item, part.sizes, getattr(torch, part.dtype), part.at))
         for holding, spans in by_holding.values():
@@ -227,10 +225,6 @@ class MemoryReader(LocatingReader):
         own = [source for source in few if source[0].node == self._place.node]
         return own or [few[self._group.rank % len(few)]] if few else []
 
-    def _find(self, index: MetadataIndex) -> Source:
-        assert index.offset is not None, index
-        return self._where[index.fqn, tuple(index.offset)]
-
     def _bytes(self, holding: Holding, spans: Iterable[ByteSpan]) -> Iterable[Any]:
         if holding.node != self._place.node:
             with PeerLink(_peer(holding), self._place.authenticate) as link:
@@ -255,11 +249,6 @@ class ByteSpan:
     num_bytes: int
     strides: tuple[int, ...]
     """Of the box in them, elements."""
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether they are the box's elements in their order, and nothing else."""
-        return self.num_bytes == math.prod(self.item.lengths) * self.dtype.itemsize
 
     def tensor(self, raw: Any) -> Tensor:
         """Return the item's tensor in `raw`, a writable buffer of `num_bytes`."""

@@ -120,13 +120,13 @@ class Stager:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._warming: threading.Thread | None = None
         self._stop = threading.Event()
 
     def warm(self, live: NamedTensors) -> None:
         """Have buffers for copies of `live` made in a thread; a `stage` meanwhile ends that."""
-        local = {(s, name): _local(t) for s, tensors in live.items() for name, t in tensors.items()}
+        local = {name: local_data(tensor) for name, tensor in flat_names(live).items()}
         if self._warming is None and sum(t.nbytes for t in local.values()) >= WORTH_BYTES:
             self._warming = start_idle(lambda: self._make(local), "checkpoint-buffers")
 
@@ -143,8 +143,8 @@ class Stager:
         for section, tensors in live.items():
             staged[section] = {}
             for name, tensor in tensors.items():
-                sources.append(_local(tensor))
-                targets.append(self._buffer((section, name), sources[-1]))
+                sources.append(local_data(tensor))
+                targets.append(self._buffer(f"{section}.{name}", sources[-1]))
                 staged[section][name] = (
                     dtensor_like(targets[-1], tensor)
                     if isinstance(tensor, DTensor)
@@ -162,7 +162,7 @@ class Stager:
             self._stop.set()
             self._warming.join()
 
-    def _make(self, like: Mapping[tuple[str, str], Tensor]) -> None:
+    def _make(self, like: Mapping[str, Tensor]) -> None:
         for key, local in like.items():
             if self._stop.is_set():
                 return
@@ -172,7 +172,7 @@ class Stager:
             if not local.is_cuda:  # pinned memory has its pages
                 fault_in(buffer, self._stop)
 
-    def _buffer(self, key: tuple[str, str], like: Tensor) -> Tensor:
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             buffer = torch.empty(
@@ -182,8 +182,18 @@ class Stager:
         return buffer
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_data(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without its gradient."""
     return local_of(tensor).detach()
+
+
+def flat_names(tensors: NamedTensors) -> dict[str, Tensor]:
+    """Return the tensors by their full names, as DCP knows them."""
+    return {
+        f"{section}.{name}": tensor
+        for section, named in tensors.items()
+        for name, tensor in named.items()
+    }
 
 
 class LocatingReader(StorageReader, abc.ABC):
@@ -191,10 +201,7 @@ class LocatingReader(StorageReader, abc.ABC):
 
     @abc.abstractmethod
     def locate(self, target: Mapping[str, Tensor]) -> Metadata:
-        """Return the parts that meet this rank's of `target`; collective.
-
-        Args:
-            target: full name -> tensor to fill.
+        """Return the parts that meet this rank's of `target`, by full name; collective.
 
         Raises:
             StepFailedError: on every rank.
@@ -281,24 +288,13 @@ def generators_of(device: torch.device) -> dict[str, torch.Generator]:
 
 
 def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
-    """Read this rank's part of what `target` names straight into its tensors.
+    """Read this rank's part of `target` into its tensors, by collectives only if `reader` locates.
 
-    There are no collectives but a LocatingReader's own.
-
-    DCP's planner cuts what this layout needs out of what any layout wrote.
-    `dcp.load` would add three object collectives to agree on plans that do not
-    depend on each other, and it falls back to other pickles on an error.
-
-    Args:
-        target: section -> name -> tensor to fill.
-        reader: of storage, or of memory.
-        metadata: what `reader.read_metadata` has returned.
+    DCP's planner cuts what this layout needs out of what any layout wrote. `dcp.load` would add
+    three object collectives to agree on plans that do not depend on each other, and it falls back
+    to other pickles on an error.
     """
-    flat: dict[str, Tensor] = {
-        f"{section}.{name}": tensor
-        for section, tensors in target.items()
-        for name, tensor in tensors.items()
-    }
+    flat = flat_names(target)
     if isinstance(reader, LocatingReader):
         metadata = reader.locate(flat)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -42,22 +42,6 @@ class Holding:
         """(step, epoch): images of one key fit together, and of no other."""
         return self.header.step, self.header.epoch
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for messages."""
-        return {
-            "header": self.header.to_dict(),
-            "file": self.file,
-            "node": self.node,
-            "address": self.address,
-            "port": self.port,
-            "committed": self.committed,
-        }
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Holding:
-        """Invert `to_dict`."""
-        return cls(**{**raw, "header": Header(**raw["header"])})
-
 
 def newest_first(holdings: Iterable[Holding]) -> list[tuple[int, int]]:
     """Return the keys (step, epoch) that somebody holds images of, newest first.

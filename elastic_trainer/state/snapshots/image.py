@@ -99,19 +99,9 @@ class Header:
 
     def encode(self, *, whole: bool) -> bytes:
         """Return the header's bytes."""
-        raw = _HEADER.pack(
-            _MAGIC,
-            _WHOLE if whole else _TORN,
-            bytes.fromhex(self.mac),
-            self.epoch,
-            self.step,
-            self.rank,
-            self.shard,
-            self.num_shards,
-            self.num_ranks,
-            self.index_bytes,
-            self.payload_bytes,
-        )
+        state = _WHOLE if whole else _TORN
+        numbers = (getattr(self, name) for name in _NUMBERS)
+        raw = _HEADER.pack(_MAGIC, state, bytes.fromhex(self.mac), *numbers)
         return raw + _CRC.pack(zlib.crc32(raw))
 
     @classmethod
@@ -258,23 +248,16 @@ class Image:
         self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
 
     def seal(self, header: Header, key: bytes) -> Header:
-        """Mark the image as whole; return the header, now with the MAC of what was written.
+        """Mark the image as whole; return the header with the MAC of what was written.
 
-        Args:
-            header: what the image is of.
-            key: of the run's images, 32 bytes.
+        `key`: of the run's images, 32 bytes.
         """
         with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
             sealed = mac.seal(_key_of(header, key), body)
         return self._mark(replace(header, mac=sealed.hex()))
 
     def take(self, header: Header, key: bytes) -> bool:
-        """Mark a copy as whole if its bytes are those that `header` was sealed with.
-
-        Args:
-            header: sealed.
-            key: see `seal`.
-        """
+        """Mark a copy as whole if its bytes are those that `header` was sealed with."""
         good = self._is_sealed(header, key)
         if good:
             self._mark(header)
@@ -310,9 +293,6 @@ class Image:
     def verify(self, key: bytes) -> Header:
         """Read everything and return the header.
 
-        Args:
-            key: see `seal`.
-
         Raises:
             TornImageError: what is there is not what was written.
         """
@@ -341,10 +321,9 @@ def _key_of(header: Header, key: bytes) -> bytes:
 
 
 def _map(fd: int) -> mmap.mmap:
-    size = os.fstat(fd).st_size
-    if size < PAGE:
+    if os.fstat(fd).st_size < PAGE:
         raise TornImageError("shorter than a header")
-    return mmap.mmap(fd, size)
+    return mmap.mmap(fd, 0)
 
 
 def _padded(value: int, multiple: int) -> int:
@@ -354,13 +333,12 @@ def _padded(value: int, multiple: int) -> int:
 RESERVE: Final = 0.1
 """Part of each limit that is left alone: the training needs memory too."""
 
-_CGROUPS: Final = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+_CGROUP: Final = "sys/fs/cgroup"
+_CGROUP_FILES: Final = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
+"""Limit and usage, by cgroup v2 and v1."""
 _UNLIMITED_BYTES: Final = 1 << 60
 """cgroup v1 says so with a number near 2**63."""
 
@@ -368,9 +346,7 @@ _UNLIMITED_BYTES: Final = 1 << 60
 def limits(directory: Path, *, root: Path = Path("/")) -> Iterator[tuple[str, int, int]]:
     """Yield (name, bytes in all, bytes free) of everything that bounds files in `directory`.
 
-    Args:
-        directory: where snapshots are kept.
-        root: of /proc and /sys; other than / only in tests.
+    `root`: of /proc and /sys; other than / only in tests.
     """
     disk = os.statvfs(directory)
     yield f"{directory.parent}", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
@@ -378,10 +354,10 @@ def limits(directory: Path, *, root: Path = Path("/")) -> Iterator[tuple[str, in
         line.split(":") for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line
     )
     yield "memory", _kib(memory["MemTotal"]), _kib(memory["MemAvailable"])
-    for limit_file, usage_file in _CGROUPS:
+    for limit_file, usage_file in _CGROUP_FILES:
         try:
-            limit = (root / limit_file[1:]).read_text().strip()
-            usage = (root / usage_file[1:]).read_text().strip()
+            limit = (root / _CGROUP / limit_file).read_text().strip()
+            usage = (root / _CGROUP / usage_file).read_text().strip()
         except OSError:
             continue
         if limit != "max" and int(limit) < _UNLIMITED_BYTES:

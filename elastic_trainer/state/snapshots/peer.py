@@ -48,9 +48,7 @@ Authenticate = Callable[[socket.socket], Authenticator]
 class Channel:
     """A connection whose ends have proved themselves.
 
-    Args:
-        sock: connected; its owner sets time-outs and closes it.
-        authenticate: see there.
+    `sock` is connected; its owner sets time-outs and closes it.
     """
 
     def __init__(self, sock: socket.socket, authenticate: Authenticate) -> None:
@@ -165,10 +163,6 @@ def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
 class PeerLink:
     """One connection to a keeper. A context manager; for one thread.
 
-    Args:
-        peer: whose keeper.
-        authenticate: proves both ends to each other on the new socket, or raises.
-
     Raises (all calls):
         PeerError: it cannot be reached, is gone, or refused.
     """
@@ -210,14 +204,14 @@ class PeerLink:
         times: int = 1,
         committed: bool = False,
     ) -> None:
-        """Leave a copy of an image; returns once the keeper has it and found it right.
+        """Leave a copy of an image; return once the keeper has it and found it right.
 
         Args:
             header: of the image, sealed.
             slot: which of the writer's two.
             body: all that follows the header's page.
-            times: refused where there is no room for so many of it.
-            committed: whether its step is known to be.
+            times: refused without room for so many of it.
+            committed: whether its step is.
         """
         message = {"op": "put", "header": header.to_dict(), "slot": slot, "times": times}
         self._ask({**message, "committed": committed}, body)
@@ -253,13 +247,7 @@ class PeerLink:
             return decode_index(json.dumps(answer["index"]).encode())
 
     def read(self, file: str, spans: Sequence[tuple[int, int]], key: bytes) -> list[memoryview]:
-        """Return the bytes of `spans`, each (offset in the payload, length).
-
-        Args:
-            file: image.
-            spans: of it.
-            key: of the run's images.
-        """
+        """Return the bytes of `spans`, each (offset in the payload, length), of an image."""
         out = []
         with self._telling_errors():
             answer = self._ask({"op": "get", "file": file, "spans": [list(s) for s in spans]})
