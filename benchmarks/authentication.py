@@ -22,8 +22,7 @@ from common import OUT, machine, median, say, table, write_out
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.image import PAGE, Header, Image, encode_index, place
-from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
-from elastic_trainer.state.snapshots.wire import Authenticate
+from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Authenticate, KeeperAddress, PeerLink
 from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
 
 KEY = bytes(KEY_BYTES)

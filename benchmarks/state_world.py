@@ -28,12 +28,11 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.saver import CheckpointPolicy
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress
-from elastic_trainer.state.state import create_optimizer_state
+from elastic_trainer.state.state import TrainingState, create_optimizer_state
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid

@@ -18,17 +18,19 @@ from typing import Any, Final
 
 from elastic_trainer.agent.wire.network import listen
 from elastic_trainer.state.snapshots import mac
-from elastic_trainer.state.snapshots.errors import NoRoomError, PeerError, TornImageError
 from elastic_trainer.state.snapshots.image import (
     NUM_SLOTS,
     PAGE,
     Header,
     Image,
+    NoRoomError,
+    PeerError,
+    TornImageError,
     file_name,
+    no_room,
     parse_name,
 )
-from elastic_trainer.state.snapshots.room import no_room
-from elastic_trainer.state.snapshots.wire import Authenticate, Channel
+from elastic_trainer.state.snapshots.peer import Authenticate, Channel
 from elastic_trainer.worker.secret import AuthError
 
 MAX_CONNECTIONS: Final = 512

@@ -1,7 +1,7 @@
 """Global sample index -> tokens. One reader per format; `open_corpus` is the way in."""
 
 from elastic_trainer.data.corpus import IGNORED, Corpus, Samples, open_corpus
-from elastic_trainer.data.errors import DataError
+from elastic_trainer.data.source import DataError
 from elastic_trainer.data.text import DOCUMENT_SEPARATOR
 
 __all__ = ["DOCUMENT_SEPARATOR", "IGNORED", "Corpus", "DataError", "Samples", "open_corpus"]

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.index import window_of
 from elastic_trainer.data.megatron import read_megatron
 from elastic_trainer.data.nanogpt import read_nanogpt
-from elastic_trainer.data.pin import pin
 from elastic_trainer.data.sft import read_sft
-from elastic_trainer.data.source import Array, Source, Tokens, Window, Windows
+from elastic_trainer.data.source import (
+    Array,
+    DataError,
+    Source,
+    Tokens,
+    UnreadableError,
+    Window,
+    Windows,
+)
 from elastic_trainer.data.text import read_text
 from elastic_trainer.plan.config import DataSection
+from elastic_trainer.storage.files import publish
 
 IGNORED: Final = -100
 """Target of a token that counts nothing: cross_entropy's own default."""
+_PIN_VERSION: Final = 1
+_SHOWN: Final = 16
+"""Characters of a digest that a message shows."""
 
 
 class Samples(NamedTuple):
@@ -57,21 +69,13 @@ class FlatWindows:
         return (len(self.tokens) - 1) // self._seq_len
 
     def window(self, index: int) -> Window:
-        """Return one, as one document."""
+        """Return a window, as one document."""
         start = index * self._seq_len
         return Window(self.tokens[start : start + self._seq_len + 1].astype(np.int64))
 
 
 class Corpus:
-    """Windows, visited in the order of `seed`.
-
-    Args:
-        windows: of the corpus.
-        seq_len: positions of a sample.
-        seed: of the order.
-        vocab_size: of the model; no token may be outside.
-        where: the corpus, for messages.
-    """
+    """Windows, visited in the order of `seed`. `where` names the corpus in messages."""
 
     def __init__(
         self, windows: Windows, *, seq_len: int, seed: int, vocab_size: int, where: str
@@ -177,18 +181,71 @@ def _windows(
         return read_sft(
             path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
         )
-    source = _read(section, path, cache_dir)
+    readers: dict[str, Callable[[], Source]] = {
+        "text": lambda: read_text(path, section.tokenizer, cache_dir),
+        "nanogpt": lambda: read_nanogpt(path),
+        "megatron": lambda: read_megatron(path),
+    }
+    if section.format not in readers:
+        raise DataError(
+            f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, "
+            "megatron or sft"
+        )
+    source = readers[section.format]()
     return FlatWindows(source.tokens, seq_len=seq_len, where=str(path)), source.identity
 
 
-def _read(section: DataSection, path: Path, cache_dir: Path) -> Source:
-    if section.format == "text":
-        return read_text(path, section.tokenizer, cache_dir)
-    if section.format == "nanogpt":
-        return read_nanogpt(path)
-    if section.format == "megatron":
-        return read_megatron(path)
-    raise DataError(
-        f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, megatron "
-        "or sft"
-    )
+def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
+    """Write `identity` to `file`, or see that it says the same already.
+
+    All workers of an epoch come here at once: the first `link` wins, as on the board,
+    and the others compare with what it wrote.
+
+    Args:
+        file: RUN/corpus.json.
+        identity: of the corpus, see `Source`.
+        where: the corpus, for messages.
+
+    Raises:
+        DataError: HF706, `file` describes another corpus, or is no description.
+        OSError: `file` cannot be read or written.
+    """
+    try:
+        found = file.read_bytes()
+    except FileNotFoundError:
+        ours = {"v": _PIN_VERSION, "path": where, **identity}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
+            return
+        found = file.read_bytes()  # maybe our own, after a lost reply of NFS
+    was = _decoded(found, file)
+    now = {"v": _PIN_VERSION, **identity}
+    keys = [key for key in (*now, *was) if key != "path"]
+    differences = [
+        f"{key} {_shown(now.get(key))}, was {_shown(was.get(key))}"
+        for key in dict.fromkeys(keys)
+        if now.get(key) != was.get(key)
+    ]
+    if differences:
+        raise DataError(
+            f"HF706 data.path: {where} is not the corpus this run began with: "
+            f"{'; '.join(differences)}: restore the original, or start a new run; to continue "
+            f"with other samples on purpose, delete {file}"
+        )
+
+
+def _decoded(content: bytes, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"HF706 data.path: {file}, which says what corpus this run began with, is damaged "
+            f"({value}): put it back from a copy, or delete it if the corpus is the same"
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    return "unknown" if value is None else str(value)[:_SHOWN]

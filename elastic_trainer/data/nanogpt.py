@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.data.errors import DataError, reading
-from elastic_trainer.data.source import Array, Source, Tokens, digest, map_array
+from elastic_trainer.data.source import Array, DataError, Source, Tokens, digest, map_array, reading
 
 _HEADER_BYTES = 256 * 4
 _PLAIN = np.dtype("<u2")

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic_trainer.data.cache import publishing
-from elastic_trainer.data.source import Array, Window, map_array
+from elastic_trainer.data.source import Array, Window, map_array, publishing
 
 _HEADER = struct.Struct("<QQ")
 _WORD = np.dtype("<u4")

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.data.chat import ChatError, ChatTemplate
-from elastic_trainer.data.errors import DataError, reading
 from elastic_trainer.data.packing import PackedWindows, best_fit, words_of, write_packed
-from elastic_trainer.data.source import Array
+from elastic_trainer.data.source import Array, DataError, reading
 from elastic_trainer.data.text import DOCUMENT_SEPARATOR, files_below, listing
-from elastic_trainer.data.tokenizer import fingerprint, load_tokenizer
+from elastic_trainer.data.tokenizer import ChatError, ChatTemplate, fingerprint, load_tokenizer
 
 _UNCOUNTED = -100
 """As a label, by Hugging Face's convention."""

@@ -1,14 +1,39 @@
-"""What readers return: a flat sequence of tokens or windows of them, and what identifies it."""
+"""What readers share: what they return, what identifies it, what can go wrong, the cache."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+
+
+class DataError(Exception):
+    """The corpus cannot be used: a user error, not to be retried."""
+
+
+class UnreadableError(Exception):
+    """The corpus cannot be read; the cause, an OSError, says why."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Tell trouble with the corpus, the user's, from trouble with our own cache.
+
+    Raises:
+        UnreadableError: the body raised an OSError, which is the cause.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableError from error
+
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -115,3 +140,24 @@ def digest(files: Sequence[Path]) -> str:
                 stream.seek((size_bytes - _BLOCK_BYTES) * block // (num_blocks - 1))
                 total.update(stream.read(_BLOCK_BYTES))
     return total.hexdigest()
+
+
+@contextmanager
+def publishing(target: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that becomes `target` at the end of the body, atomically.
+
+    Several may do so at once: they write the same bytes, so it does not matter who wins.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temp = target.parent / f".{target.stem}-{uuid.uuid4().hex}"
+    try:
+        with temp.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        temp.replace(target)
+    finally:
+        temp.unlink(missing_ok=True)

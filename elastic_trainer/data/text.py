@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.data.cache import publishing
-from elastic_trainer.data.errors import DataError, reading
-from elastic_trainer.data.source import Array, Source, map_array
+from elastic_trainer.data.source import Array, DataError, Source, map_array, publishing, reading
 from elastic_trainer.data.tokenizer import fingerprint, load_tokenizer
 
 DOCUMENT_SEPARATOR = 0

@@ -1,12 +1,20 @@
-"""The tokenizer of a corpus: `bytes`, or a Hugging Face tokenizer.json."""
+"""Tokenizer and chat template of a corpus: `bytes`, or a tokenizer.json and what is beside it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from elastic_trainer.data.errors import DataError
+from jinja2 import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from elastic_trainer.data.source import DataError, reading
 
 
 def fingerprint(tokenizer: str) -> str:
@@ -53,3 +61,127 @@ def load_tokenizer(tokenizer: str) -> Any | None:
     encoder.no_truncation()
     encoder.no_padding()
     return encoder
+
+
+CHATML: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of a tokenizer that has none of its own."""
+ASSISTANT: Final = "assistant"
+
+
+class ChatError(Exception):
+    """A chat that the template does not take."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which some templates mark what the assistant says: transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own way
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return what is inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """What lies beside a tokenizer.json: `chat_template.jinja`, `tokenizer_config.json`.
+
+    Args:
+        tokenizer: path of the tokenizer.json, or `bytes`, beside which nothing lies.
+
+    Raises:
+        DataError: HF704, a file is no template or no JSON.
+        UnreadableError: a file cannot be read.
+    """
+
+    def __init__(self, tokenizer: str) -> None:
+        folder = None if tokenizer == "bytes" else Path(tokenizer).parent
+        config = _config(folder)
+        source = _text(folder, "chat_template.jinja") or config.get("chat_template") or CHATML
+        tokens = {name: _token(config.get(name)) for name in ("bos_token", "eos_token")}
+        self.end = tokens["eos_token"]
+        """Text of the token that ends a text; empty where none is known."""
+        self.identity = json.dumps([source, tokens])
+        """Differs when what is made of an example does."""
+        # The options that transformers renders templates with; what reads the clock is left out.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.globals.update(tokens)
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, TypeError) as error:
+            raise DataError(
+                f"HF704 data.tokenizer: the chat template beside {tokenizer} cannot be used "
+                f"({error}): put one template into chat_template.jinja beside it"
+            ) from error
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[range]]:
+        """Return the text of a chat, and the characters of it that the assistant says.
+
+        Raises:
+            ChatError: the template refuses the chat, or changes turns that come before others.
+        """
+        whole, said = self._text(messages), []
+        for index, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before = self._text(messages[:index], add_generation_prompt=True)
+                upto = self._text(messages[: index + 1])
+                if not (whole.startswith(upto) and upto.startswith(before)):
+                    raise ChatError(
+                        f"the chat template changes message {index + 1} when others follow it, so "
+                        "what the assistant says cannot be found: give input_ids and labels"
+                    )
+                said.append(range(len(before), len(upto)))
+        return whole, said
+
+    def _text(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # whatever a template's own expressions raise
+            raise ChatError(f"the chat template refuses it ({error})") from error
+
+
+def _refuse(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _text(folder: Path | None, name: str) -> str | None:
+    if folder is None or not (file := folder / name).exists():
+        return None
+    with reading():
+        return file.read_text(encoding="utf-8")
+
+
+def _config(folder: Path | None) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(folder, "tokenizer_config.json") or "{}")
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise DataError(
+            f"HF704 data.tokenizer: {folder}/tokenizer_config.json is no JSON mapping ({found}): "
+            "copy it again, or remove it"
+        )
+    return found
+
+
+def _token(value: Any) -> str:
+    """Return the text of a special token, which may be a mapping."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""

@@ -492,7 +492,10 @@ def _appearing(target: Path, *, what: str, may_be_empty: bool) -> Iterator[Path]
         target.parent.mkdir(parents=True, exist_ok=True)
         temp.mkdir()
         yield temp
-        _fsync_tree(temp)
+        for directory, _, files in os.walk(temp):  # follows no link
+            for file in files:
+                fsync(Path(directory, file))
+            fsync(Path(directory))
         _refuse_existing(target, what, may_be_empty=may_be_empty)  # made meanwhile
         temp.rename(target)
         fsync(target.parent)
@@ -505,14 +508,6 @@ def _appearing(target: Path, *, what: str, may_be_empty: bool) -> Iterator[Path]
                 f"{_STORAGE_ERRORS[error.errno]}, or choose another place",
             ) from error
         raise
-
-
-def _fsync_tree(top: Path) -> None:
-    """Bring a tree to the disk; no link in it is followed."""
-    for directory, _, files in os.walk(top):
-        for file in files:
-            fsync(Path(directory, file))
-        fsync(Path(directory))
 
 
 def _refuse_existing(target: Path, what: str, *, may_be_empty: bool) -> None:

@@ -26,17 +26,40 @@ from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import Collective, StepFailedError
-from elastic_trainer.state.load import State
 from elastic_trainer.state.manifest import with_final, with_origin
 from elastic_trainer.state.memory import MemoryTier
 from elastic_trainer.state.memory_restore import Restored, copy_again, restore_from_memory
-from elastic_trainer.state.overdue import unsaved_s
 from elastic_trainer.state.restore import agreed_board, restore, restore_from
 from elastic_trainer.state.save import WritePoint
 from elastic_trainer.state.saver import CheckpointPolicy, Saver
+from elastic_trainer.state.state import State
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.progress import ApiError
 from elastic_trainer.worker.rank_grid import RankGrid
+
+
+def unsaved_s(
+    now_unix: float, now_mono: float, *, committed_unix: float | None, since_mono: float | None
+) -> float:
+    """Return for how long, in seconds, nothing was saved while the job ran.
+
+    A job that fails more often than every `every_s` seconds would never save if each epoch
+    counted anew. The shorter of two times holds: since the newest commit, by the clocks of two
+    machines that may differ, and since this node's agent began.
+
+    Args:
+        now_unix: seconds since 1970, by this machine.
+        now_mono: monotonic seconds of this machine.
+        committed_unix: when the newest commit was made, by its writer; None: unknown, or never.
+        since_mono: when this node's agent started, by the same monotonic clock; None: unknown.
+    """
+    times = []
+    if committed_unix is not None:
+        times.append(now_unix - committed_unix)
+    if since_mono is not None:
+        times.append(now_mono - since_mono)
+    return max(0.0, min(times, default=0.0))
+
 
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage has to do."""
@@ -302,7 +325,7 @@ class CheckpointManager:
     def due(self, step: int, now_mono: float) -> bool:
         """Return whether a save is due after `step`. Rank 0 asks and tells the others.
 
-        The clock of `every_s` continues from the epochs before (`overdue.py`).
+        The clock of `every_s` continues from the epochs before.
         """
         section = self._policy.section
         if self._last_due_mono is None:

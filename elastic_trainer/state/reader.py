@@ -18,7 +18,7 @@ from elastic_trainer.state.manifest import METADATA_NAME, FileEntry
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader of one directory, for a `.metadata` with a known digest.
+    """Reads one directory, whose `.metadata` has a known digest.
 
     Whoever calls `read_data` has had the digests of the data files checked. DCP reads those
     by `torch.load(weights_only=True)`; `.metadata` it would unpickle without any restriction.

@@ -19,9 +19,9 @@ from elastic_trainer.board.state import (
 from elastic_trainer.plan.config import StartFrom
 from elastic_trainer.state.collective import Collective, StepFailedError, describe
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
-from elastic_trainer.state.load import State
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.state import State
 from elastic_trainer.state.storage import CheckpointStorage
 
 
@@ -53,7 +53,12 @@ def restore(
             continue
         return commit
     if skipped:
-        raise CheckpointError("HF301", _nothing_left(skipped, storage))
+        raise CheckpointError(
+            "HF301",
+            f"none of the {len(skipped)} committed checkpoints in {storage.root} can be used "
+            f"({'; '.join(skipped)}). Bring back the files named, or, to begin "
+            "again at step 0, start a new run",
+        )
     return None
 
 
@@ -129,7 +134,10 @@ def _load_commit(
     *,
     global_batch: int,
 ) -> None:
-    manifest = _verified(commit, storage, group)
+    content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
+    manifest = Manifest.decode(content.encode())
+    mine = share_of(manifest.files, group.rank, group.world_size)  # each file is read by one rank
+    group.together(lambda: storage.verify(commit.dir, manifest, mine))
     _check_cursor(manifest, global_batch)
     group.together(partial(_load, commit, manifest, storage, state))
 
@@ -162,23 +170,6 @@ def _read(board: Board, epoch: int) -> BoardState:
         raise OSError(errno.ESTALE, f"{reason}: the file system's cache is stale")
     usable = tuple(c for c in state.commits if state.allows(c.epoch, c.step))
     return dataclasses.replace(state, commits=usable)
-
-
-def _verified(commit: Commit, storage: CheckpointStorage, group: Collective) -> Manifest:
-    """Return the manifest once every file has been read and found right, each by one rank."""
-    content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
-    manifest = Manifest.decode(content.encode())
-    mine = share_of(manifest.files, group.rank, group.world_size)
-    group.together(lambda: storage.verify(commit.dir, manifest, mine))
-    return manifest
-
-
-def _nothing_left(skipped: list[str], storage: CheckpointStorage) -> str:
-    return (
-        f"none of the {len(skipped)} committed checkpoints in {storage.root} can be used "
-        f"({'; '.join(skipped)}). Bring back the files named, or, to begin "
-        "again at step 0, start a new run"
-    )
 
 
 def _check_cursor(manifest: Manifest, global_batch: int) -> None:

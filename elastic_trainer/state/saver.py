@@ -18,10 +18,9 @@ from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import FAILURES, Collective, describe
 from elastic_trainer.state.errors import SaveFailedError
-from elastic_trainer.state.load import State
 from elastic_trainer.state.manifest import Manifest
 from elastic_trainer.state.save import SaveRequest, WritePoint, write_checkpoint
-from elastic_trainer.state.state import Stager
+from elastic_trainer.state.state import Stager, State
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.rank_grid import RankGrid
 

@@ -7,12 +7,17 @@ tensors are saved: hyper-parameters are functions of the config and the step.
 
 from __future__ import annotations
 
+import abc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.state.offload import WORTH_BYTES, fault_in, start_idle
@@ -115,13 +120,13 @@ class Stager:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._warming: threading.Thread | None = None
         self._stop = threading.Event()
 
     def warm(self, live: NamedTensors) -> None:
         """Have buffers for copies of `live` made in a thread; a `stage` meanwhile ends that."""
-        local = {(s, name): _local(t) for s, tensors in live.items() for name, t in tensors.items()}
+        local = {name: local_data(tensor) for name, tensor in flat_names(live).items()}
         if self._warming is None and sum(t.nbytes for t in local.values()) >= WORTH_BYTES:
             self._warming = start_idle(lambda: self._make(local), "checkpoint-buffers")
 
@@ -138,8 +143,8 @@ class Stager:
         for section, tensors in live.items():
             staged[section] = {}
             for name, tensor in tensors.items():
-                sources.append(_local(tensor))
-                targets.append(self._buffer((section, name), sources[-1]))
+                sources.append(local_data(tensor))
+                targets.append(self._buffer(f"{section}.{name}", sources[-1]))
                 staged[section][name] = (
                     dtensor_like(targets[-1], tensor)
                     if isinstance(tensor, DTensor)
@@ -157,7 +162,7 @@ class Stager:
             self._stop.set()
             self._warming.join()
 
-    def _make(self, like: Mapping[tuple[str, str], Tensor]) -> None:
+    def _make(self, like: Mapping[str, Tensor]) -> None:
         for key, local in like.items():
             if self._stop.is_set():
                 return
@@ -167,7 +172,7 @@ class Stager:
             if not local.is_cuda:  # pinned memory has its pages
                 fault_in(buffer, self._stop)
 
-    def _buffer(self, key: tuple[str, str], like: Tensor) -> Tensor:
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             buffer = torch.empty(
@@ -177,5 +182,132 @@ class Stager:
         return buffer
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_data(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without its gradient."""
     return local_of(tensor).detach()
+
+
+def flat_names(tensors: NamedTensors) -> dict[str, Tensor]:
+    """Return the tensors by their full names, as DCP knows them."""
+    return {
+        f"{section}.{name}": tensor
+        for section, named in tensors.items()
+        for name, tensor in named.items()
+    }
+
+
+class LocatingReader(StorageReader, abc.ABC):
+    """A reader whose `read_metadata` knows the tensors, but not where their parts lie."""
+
+    @abc.abstractmethod
+    def locate(self, target: Mapping[str, Tensor]) -> Metadata:
+        """Return the parts that meet this rank's of `target`, by full name; collective.
+
+        Raises:
+            StepFailedError: on every rank.
+        """
+
+
+class State(Protocol):
+    """What both tiers keep: the trainer's, or that of somebody's own loop."""
+
+    def live(self, step: int, *, speaks: bool) -> NamedTensors:
+        """Return the tensors themselves, not copies, after `step`.
+
+        `speaks`: this rank adds what is the same on all ranks (section `trainer`).
+        """
+
+    def load(self, reader: StorageReader) -> int:
+        """Read this rank's part in place; return the step it is of.
+
+        The reader may have collectives, so all ranks call it alike, and `read_into` once.
+        """
+
+
+class TrainingState:
+    """Parameters, optimizers, torch's generators, and what else the trainer wants kept.
+
+    Args:
+        model: whose values are kept.
+        optimizers: of its parameters; each parameter has one.
+        keeps: more small tensors of the trainer's, the same on all ranks; those that the data
+            has are overwritten by `load`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        keeps: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._model, self._optimizers, self._keeps = model, optimizers, keeps or {}
+        self._generators = generators_of(next(model.parameters()).device)
+
+    def live(self, step: int, *, speaks: bool) -> NamedTensors:
+        """See State."""
+        live = self._tensors()
+        if speaks:
+            random = {name: each.get_state() for name, each in self._generators.items()}
+            live[TRAINER] = {STEP: torch.tensor(step), **random, **self._keeps}
+        return live
+
+    def load(self, reader: StorageReader) -> int:
+        """See State. A fresh optimizer's empty state is made first."""
+        metadata = reader.read_metadata()
+        sizes = self._sizes(metadata)
+        for optimizer in self._optimizers:
+            create_optimizer_state(self._model, optimizer, sizes)
+        step, there = torch.zeros((), dtype=torch.int64), metadata.state_dict_metadata
+        # Data of another device, or of before its generator was kept, has the CPU's alone.
+        known = {k: v for k, v in self._generators.items() if f"{TRAINER}.{k}" in there}
+        random = {name: each.get_state() for name, each in known.items()}
+        keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
+        live = self._tensors()
+        live[TRAINER] = {STEP: step, **random, **keeps}
+        read_into(live, reader, metadata)
+        for name, state in random.items():
+            known[name].set_state(state)
+        return int(step.item())
+
+    def _tensors(self) -> NamedTensors:
+        """Return sections `model` and `optim`."""
+        return live_tensors(self._model, *self._optimizers)
+
+    def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Return full name -> size and dtype of what an optimizer's state is made like."""
+        return _tensor_sizes(metadata)
+
+
+def generators_of(device: torch.device) -> dict[str, torch.Generator]:
+    """Return by name the generators that random operations on `device` and on the CPU use."""
+    found = {RNG: torch.default_generator}
+    if device.type == "cuda":
+        # Its state lies on the host: reading it waits for nothing.
+        found[DEVICE_RNG] = torch.cuda.default_generators[device.index]
+    return found
+
+
+def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
+    """Read this rank's part of `target` into its tensors, by collectives only if `reader` locates.
+
+    DCP's planner cuts what this layout needs out of what any layout wrote. `dcp.load` would add
+    three object collectives to agree on plans that do not depend on each other, and it falls back
+    to other pickles on an error.
+    """
+    flat = flat_names(target)
+    if isinstance(reader, LocatingReader):
+        metadata = reader.locate(flat)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }

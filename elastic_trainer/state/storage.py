@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -35,9 +36,7 @@ class CheckpointStorage:
     def check_writable(self, *, probe: bool) -> None:
         """Make `root` if it is missing and see that it takes files.
 
-        Args:
-            probe: write a file, which one rank does for all; otherwise ask for
-                the permission only.
+        `probe`: write one, which one rank does for all; otherwise only ask for the permission.
 
         Raises:
             CheckpointError: HF204, naming the directory and how to fix it.
@@ -129,13 +128,9 @@ class CheckpointStorage:
         files: Iterable[str],
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Check size and sha256 of `files` in directory `name`.
+        """Check size and sha256 of `files`, which are in `manifest`, in directory `name`.
 
-        Args:
-            name: of the directory.
-            manifest: what the files must be.
-            files: names, all of them in `manifest`.
-            on_read: called with the bytes just read, a MiB at a time.
+        `on_read` hears of the bytes just read, a MiB at a time.
 
         Raises:
             DamagedError: naming the first file that differs, and how.
@@ -162,11 +157,9 @@ class CheckpointStorage:
         look_afresh(self.root / name)
 
     def remove(self, name: str) -> None:
-        """Remove one directory and what is in it; none is fine."""
-        try:
+        """Remove one directory and what is in it, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.root / name)
-        except FileNotFoundError:
-            return
 
     def retire(
         self, commits: Iterable[Commit], *, epoch: int, keep_every_steps: int | None

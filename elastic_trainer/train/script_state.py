@@ -15,8 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from elastic_trainer.state.load import TrainingState
-from elastic_trainer.state.state import MODEL, OPTIM, TRAINER, NamedTensors, clean_name
+from elastic_trainer.state.state import (
+    MODEL,
+    OPTIM,
+    TRAINER,
+    NamedTensors,
+    TrainingState,
+    clean_name,
+)
 from elastic_trainer.worker.progress import ApiError
 
 Sharding = Callable[[str], tuple[DeviceMesh, Sequence[Placement]] | None]

@@ -23,11 +23,11 @@ from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.collective import Collective
-from elastic_trainer.state.load import State
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import offload_of
 from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.state import State
 from elastic_trainer.worker.heartbeat import Request
 from elastic_trainer.worker.rank_grid import RankGrid, shared_grid
 

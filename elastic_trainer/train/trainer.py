@@ -27,9 +27,9 @@ from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.engine import Engine, make_deterministic
 from elastic_trainer.train.feed import Feed, LedgerWriter
 from elastic_trainer.train.guard import Guard, NumbersError

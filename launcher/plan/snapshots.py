@@ -30,7 +30,7 @@ BYTES_PER_PARAM: Final = 12
 SHM_SHARE: Final = 0.5
 """Part of a node's memory that /dev/shm may take: the kernel's default for tmpfs."""
 CGROUP_SHARE: Final = 0.9
-"""Part of a job's memory that snapshots may take (elastic_trainer/state/snapshots/room.py)."""
+"""Part of a job's memory that snapshots may take (elastic_trainer/state/snapshots/image.py)."""
 SECONDS_PER_BYTE: Final = 1.55e-9
 """Of one core: copy, CRC-32, send and verify, measured (benchmarks/snapshot.py)."""
 NIC_SHARE: Final = 0.25

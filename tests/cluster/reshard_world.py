@@ -31,17 +31,15 @@ from elastic_trainer.parallel.apply import slice_of
 from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.models import Mixtral, ModelShape
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.state import memory_reader
+from elastic_trainer.state import memory_restore
 from elastic_trainer.state.collective import Collective
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.memory_restore import copy_again, restore_from_memory
 from elastic_trainer.state.saver import CheckpointPolicy
-from elastic_trainer.state.snapshots.errors import TornImageError
-from elastic_trainer.state.snapshots.image import Image
+from elastic_trainer.state.snapshots.image import Image, TornImageError
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
-from elastic_trainer.state.state import create_optimizer_state, live_tensors
+from elastic_trainer.state.state import TrainingState, create_optimizer_state, live_tensors
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid
@@ -259,7 +257,7 @@ def read_memories(
     worlds: list[tuple[Path, list[KeeperAddress]]], case: Case, all_know: int
 ) -> dict[str, list[str]]:
     """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
-    memory_reader.ALL_KNOW = all_know
+    memory_restore.ALL_KNOW = all_know
     world = World(case)
     answers = {root.name: world.read_memory(nodes, root, 1) for root, nodes in worlds}
     return {name: wrong for name, wrong in answers.items() if wrong}

@@ -9,10 +9,9 @@ from checkpoint_world import Trainer, commits, events, run_world
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.reader import read_index
 from elastic_trainer.state.save import Writer
-from elastic_trainer.state.state import Stager
+from elastic_trainer.state.state import Stager, TrainingState
 
 
 def save_while_training(run):

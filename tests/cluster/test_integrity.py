@@ -24,7 +24,7 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.lineage import Lineage
-from elastic_trainer.state import memory_reader, memory_restore
+from elastic_trainer.state import memory_restore
 from elastic_trainer.state.errors import CheckpointError
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.reader import CheckpointReader
@@ -163,7 +163,7 @@ def restore_each(root, nodes, num_cases, seed):
         stored = sorted(good.keys() - images.keys())
         damaged += dice.sample(stored, dice.choice((0, 1, 2, 3, 5, 8)))
         expected = newest_valid(root, images, set(damaged))
-        memory_reader.ALL_KNOW = 64 if case % 2 else 0  # few ranks, and as with many
+        memory_restore.ALL_KNOW = 64 if case % 2 else 0  # few ranks, and as with many
         hands = random.Random(dice.random())
         dist.barrier()
         if dist.get_rank() == 0:

@@ -1,12 +1,23 @@
-"""Which snapshot a restore takes, from what all nodes hold. Pure."""
+"""Which snapshot a restore takes, and where its parts are. Pure.
+
+An image's index has a row for each part of a tensor. Whoever has found the image right sends
+each row to the tensor's owner, a rank that its name picks; whoever restores asks the owners for
+the parts that meet its own. So what a rank sends, keeps and gets grows with the tensors it
+holds: if every rank got every row, 16,384 ranks would each need a gigabyte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import math
+import zlib
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
-from elastic_trainer.state.snapshots.image import Header
+from elastic_trainer.state.snapshots.image import Header, Part
 
 _STEP_BITS, _EPOCH_BITS = 39, 24
 
@@ -30,22 +41,6 @@ class Holding:
     def key(self) -> tuple[int, int]:
         """(step, epoch): images of one key fit together, and of no other."""
         return self.header.step, self.header.epoch
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for messages."""
-        return {
-            "header": self.header.to_dict(),
-            "file": self.file,
-            "node": self.node,
-            "address": self.address,
-            "port": self.port,
-            "committed": self.committed,
-        }
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Holding:
-        """Invert `to_dict`."""
-        return cls(**{**raw, "header": Header(**raw["header"])})
 
 
 def newest_first(holdings: Iterable[Holding]) -> list[tuple[int, int]]:
@@ -120,4 +115,233 @@ def describe_missing(key: tuple[int, int], missing: Sequence[int], num_shards: i
     return (
         f"the snapshot of step {step} (epoch {epoch}) lacks {len(missing)} of {num_shards} parts "
         f"({listed}): they and their copies were lost or damaged"
+    )
+
+
+FEW_NODES: Final = 2
+"""All ranks get them: more would make the table too long, and fewer read too often."""
+Found = Sequence[tuple[Holding, Sequence[Part]]]
+"""Images that were found right, and what they hold."""
+Source = tuple[Holding, Part]
+"""A part, and the image to read it from."""
+_HEADER_FIELDS = tuple(field.name for field in fields(Header))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The piece of a tensor that a rank needs."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What all ranks know of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...] = ()
+    """Where all of it lies, when it is in one piece that only a few nodes hold: nobody asks."""
+
+
+def owner_of(name: str, num_ranks: int) -> int:
+    """Return the rank that knows where the parts of tensor `name` lie."""
+    return zlib.crc32(name.encode()) % num_ranks
+
+
+def rows_for_owners(found: Found, num_ranks: int) -> dict[int, bytes]:
+    """Return owner -> what it is to know of the images in `found`."""
+    rows: dict[int, list[Any]] = defaultdict(list)
+    for holding, parts in found:
+        by_owner: dict[int, list[Any]] = defaultdict(list)
+        for part in parts:
+            by_owner[owner_of(part.name, num_ranks)].append(_part_row(part))
+        for owner, part_rows in by_owner.items():
+            rows[owner].append([_holding_row(holding), part_rows])
+    return {owner: _encode(sent) for owner, sent in rows.items()}
+
+
+def questions_for_owners(
+    boxes: Iterable[Box], num_ranks: int, *, node: str, spread: int
+) -> dict[int, bytes]:
+    """Return owner -> the question where the parts that meet `boxes` lie.
+
+    Args:
+        boxes: what is needed.
+        num_ranks: of the group.
+        node: whose own images are preferred.
+        spread: this rank; others' images are read in turn, so that no agent serves everybody.
+    """
+    wanted: dict[int, list[Any]] = defaultdict(list)
+    for box in boxes:
+        wanted[owner_of(box.name, num_ranks)].append([box.name, box.offsets, box.sizes])
+    return {owner: _encode([node, spread, rows]) for owner, rows in wanted.items()}
+
+
+def read_answer(raw: bytes) -> list[Source]:
+    """Invert what `Owned.answer` makes."""
+    holdings, rows = json.loads(raw)
+    known = [_holding(row) for row in holdings]
+    return [(known[index], _part(row)) for index, row in rows]
+
+
+def read_wholes(raw: Iterable[bytes]) -> dict[str, Whole]:
+    """Put together what the owners' `Owned.wholes` say: the tensors of the snapshot, by name."""
+    wholes = {}
+    for rows in (json.loads(one) for one in raw if one):
+        for name, dtype, shape, few in rows:
+            sources = tuple((_holding(holding), _part(part)) for holding, part in few)
+            wholes[name] = Whole(dtype, tuple(shape), sources)
+    return wholes
+
+
+class Owned:
+    """What one owner knows: all parts of its tensors, and who holds them.
+
+    Args:
+        received: what each rank's `rows_for_owners` has for it.
+    """
+
+    def __init__(self, received: Iterable[bytes]) -> None:
+        parts: dict[str, dict[tuple[int, ...], list[Source]]] = {}
+        for raw in received:
+            for holding_row, part_rows in json.loads(raw):
+                holding = _holding(holding_row)
+                for row in part_rows:
+                    part = _part(row)
+                    held = parts.setdefault(part.name, {})
+                    held.setdefault(part.offsets, []).append((holding, part))
+        self._tensors = {name: _Tensor(held) for name, held in parts.items()}
+
+    def wholes(self) -> bytes:
+        """Return names, dtypes and shapes of the tensors, for everybody."""
+        rows = []
+        for name, tensor in self._tensors.items():
+            few = [
+                [_holding_row(holding), _part_row(part)] for holding, part in tensor.in_one_piece()
+            ]
+            rows.append([name, tensor.dtype, tensor.shape, few])
+        return _encode(rows) if rows else b""
+
+    def answer(self, question: bytes) -> bytes:
+        """Say which images hold the parts that meet the question's boxes, one image for each."""
+        node, spread, wanted = json.loads(question)
+        holdings: dict[Holding, int] = {}
+        rows = []
+        for name, offsets, sizes in wanted:
+            tensor = self._tensors.get(name)
+            for holding, part in tensor.meeting(offsets, sizes, node, spread) if tensor else ():
+                rows.append([holdings.setdefault(holding, len(holdings)), _part_row(part)])
+        return _encode([[_holding_row(holding) for holding in holdings], rows])
+
+
+class _Held:
+    """One part, in all the images that hold it."""
+
+    __slots__ = ("by_node", "ranked")
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.ranked = sorted(sources, key=lambda s: (s[0].header.rank, s[0].node, s[0].file))
+        self.by_node: dict[str, Source] = {}
+        for source in self.ranked:
+            self.by_node.setdefault(source[0].node, source)
+
+    @property
+    def part(self) -> Part:
+        return self.ranked[0][1]
+
+    def pick(self, node: str, spread: int) -> Source:
+        """Return the node's own image, else one of the others in turn."""
+        return self.by_node.get(node) or self.ranked[spread % len(self.ranked)]
+
+
+class _Tensor:
+    """The parts of one tensor, sorted along the dim that tells most of them apart."""
+
+    def __init__(self, by_offsets: Mapping[tuple[int, ...], list[Source]]) -> None:
+        held = [_Held(sources) for sources in by_offsets.values()]
+        first = held[0].part
+        self.dtype, self.shape = first.dtype, first.shape
+        num_dims = len(first.shape)
+        self._dim = max(
+            range(num_dims), key=lambda dim: len({h.part.offsets[dim] for h in held}), default=-1
+        )
+        if self._dim >= 0:
+            held.sort(key=lambda h: h.part.offsets[self._dim])
+            self._starts = [h.part.offsets[self._dim] for h in held]
+            self._longest = max(h.part.sizes[self._dim] for h in held)
+        self._held = held
+
+    def in_one_piece(self) -> list[Source]:
+        """Return where the whole tensor lies, when that is a piece that FEW_NODES hold."""
+        (one, *others) = self._held
+        few = not others and one.part.sizes == self.shape and len(one.by_node) <= FEW_NODES
+        return list(one.by_node.values()) if few else []
+
+    def meeting(
+        self, offsets: Sequence[int], sizes: Sequence[int], node: str, spread: int
+    ) -> list[Source]:
+        """Return the parts that have elements in common with a box."""
+        near = self._held
+        if self._dim >= 0:
+            begin, end = offsets[self._dim], offsets[self._dim] + sizes[self._dim]
+            near = near[
+                bisect_right(self._starts, begin - self._longest) : bisect_left(self._starts, end)
+            ]
+        return [held.pick(node, spread) for held in near if common(held.part, offsets, sizes) > 0]
+
+
+def common(part: Part, offsets: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return how many elements `part` and a box have in common."""
+    return math.prod(
+        max(0, min(a + n, b + m) - max(a, b))
+        for a, n, b, m in zip(part.offsets, part.sizes, offsets, sizes, strict=True)
+    )
+
+
+def covers(box: Box, parts: Iterable[Part]) -> bool:
+    """Return whether `parts`, of which no two overlap, hold every element of `box`."""
+    held = sum(common(part, box.offsets, box.sizes) for part in parts)
+    return held == math.prod(box.sizes)
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _holding_row(holding: Holding) -> list[Any]:
+    place = [holding.file, holding.node, holding.address, holding.port, holding.committed]
+    return [*(getattr(holding.header, field) for field in _HEADER_FIELDS), *place]
+
+
+def _holding(row: Sequence[Any]) -> Holding:
+    count = len(_HEADER_FIELDS)
+    file, node, address, port, committed = row[count:]
+    return Holding(
+        header=Header(**dict(zip(_HEADER_FIELDS, row, strict=False))),
+        file=file,
+        node=node,
+        address=address,
+        port=port,
+        committed=committed,
+    )
+
+
+def _part_row(part: Part) -> list[Any]:
+    box = [part.shape, part.offsets, part.sizes]
+    return [part.name, part.dtype, *box, part.at, part.num_bytes]
+
+
+def _part(row: Sequence[Any]) -> Part:
+    name, dtype, shape, offsets, sizes, at, num_bytes = row
+    return Part(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offsets=tuple(offsets),
+        sizes=tuple(sizes),
+        at=at,
+        num_bytes=num_bytes,
     )

@@ -18,14 +18,26 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.state.snapshots import mac
-from elastic_trainer.state.snapshots.errors import TornImageError
 from elastic_trainer.storage.typed import check_types
+
+
+class TornImageError(Exception):
+    """An image that is not whole: never restored from."""
+
+
+class NoRoomError(Exception):
+    """An image does not fit this node's memory; the text has the numbers."""
+
+
+class PeerError(Exception):
+    """Another agent could not be asked, or refused; the text says why."""
+
 
 PAGE: Final = 4096
 """Bytes of the header, and the alignment of the payload."""
@@ -87,19 +99,9 @@ class Header:
 
     def encode(self, *, whole: bool) -> bytes:
         """Return the header's bytes."""
-        raw = _HEADER.pack(
-            _MAGIC,
-            _WHOLE if whole else _TORN,
-            bytes.fromhex(self.mac),
-            self.epoch,
-            self.step,
-            self.rank,
-            self.shard,
-            self.num_shards,
-            self.num_ranks,
-            self.index_bytes,
-            self.payload_bytes,
-        )
+        state = _WHOLE if whole else _TORN
+        numbers = (getattr(self, name) for name in _NUMBERS)
+        raw = _HEADER.pack(_MAGIC, state, bytes.fromhex(self.mac), *numbers)
         return raw + _CRC.pack(zlib.crc32(raw))
 
     @classmethod
@@ -246,23 +248,16 @@ class Image:
         self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
 
     def seal(self, header: Header, key: bytes) -> Header:
-        """Mark the image as whole; return the header, now with the MAC of what was written.
+        """Mark the image as whole; return the header with the MAC of what was written.
 
-        Args:
-            header: what the image is of.
-            key: of the run's images, 32 bytes.
+        `key`: of the run's images, 32 bytes.
         """
         with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
             sealed = mac.seal(_key_of(header, key), body)
         return self._mark(replace(header, mac=sealed.hex()))
 
     def take(self, header: Header, key: bytes) -> bool:
-        """Mark a copy as whole if its bytes are those that `header` was sealed with.
-
-        Args:
-            header: sealed.
-            key: see `seal`.
-        """
+        """Mark a copy as whole if its bytes are those that `header` was sealed with."""
         good = self._is_sealed(header, key)
         if good:
             self._mark(header)
@@ -298,9 +293,6 @@ class Image:
     def verify(self, key: bytes) -> Header:
         """Read everything and return the header.
 
-        Args:
-            key: see `seal`.
-
         Raises:
             TornImageError: what is there is not what was written.
         """
@@ -329,11 +321,59 @@ def _key_of(header: Header, key: bytes) -> bytes:
 
 
 def _map(fd: int) -> mmap.mmap:
-    size = os.fstat(fd).st_size
-    if size < PAGE:
+    if os.fstat(fd).st_size < PAGE:
         raise TornImageError("shorter than a header")
-    return mmap.mmap(fd, size)
+    return mmap.mmap(fd, 0)
 
 
 def _padded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+RESERVE: Final = 0.1
+"""Part of each limit that is left alone: the training needs memory too."""
+
+_CGROUP: Final = "sys/fs/cgroup"
+_CGROUP_FILES: Final = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Limit and usage, by cgroup v2 and v1."""
+_UNLIMITED_BYTES: Final = 1 << 60
+"""cgroup v1 says so with a number near 2**63."""
+
+
+def limits(directory: Path, *, root: Path = Path("/")) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, bytes in all, bytes free) of everything that bounds files in `directory`.
+
+    `root`: of /proc and /sys; other than / only in tests.
+    """
+    disk = os.statvfs(directory)
+    yield f"{directory.parent}", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    memory = dict(
+        line.split(":") for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    yield "memory", _kib(memory["MemTotal"]), _kib(memory["MemAvailable"])
+    for limit_file, usage_file in _CGROUP_FILES:
+        try:
+            limit = (root / _CGROUP / limit_file).read_text().strip()
+            usage = (root / _CGROUP / usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < _UNLIMITED_BYTES:
+            yield "the cgroup's memory", int(limit), int(limit) - int(usage)
+
+
+def no_room(directory: Path, num_bytes: int, *, root: Path = Path("/")) -> str | None:
+    """Say why `num_bytes` more cannot be kept in `directory`; None when they can."""
+    for name, total_bytes, free_bytes in limits(directory, root=root):
+        if free_bytes - num_bytes < RESERVE * total_bytes:
+            return (
+                f"{num_bytes / 2**20:.0f} MiB more do not fit {name}: {free_bytes / 2**20:.0f} of "
+                f"{total_bytes / 2**20:.0f} MiB are free, and a tenth is left alone"
+            )
+    return None
+
+
+def _kib(text: str) -> int:
+    return int(text.split(maxsplit=1)[0]) << 10

@@ -29,17 +29,17 @@ from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.lineage import Lineage, Origin
-from elastic_trainer.state import load as load_module
 from elastic_trainer.state import manager as manager_module
 from elastic_trainer.state import restore as restore_module
 from elastic_trainer.state import saver as saver_module
+from elastic_trainer.state import state as state_module
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.restore import agreed_board
 from elastic_trainer.state.saver import CheckpointPolicy
 from elastic_trainer.state.snapshots.peer import KeeperAddress
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.rank_grid import RankGrid
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_the_generator_of_an_accelerator_is_restored_where_it_was_kept(tmp_path,
     assert plain.save(1)
     device = torch.Generator().manual_seed(5)
     both = {"rng": torch.default_generator, "rng_device": device}
-    monkeypatch.setattr(load_module, "generators_of", lambda _device: both)
+    monkeypatch.setattr(state_module, "generators_of", lambda _device: both)
     run = Run(tmp_path)
     assert run.restore() == 1
     assert torch.equal(device.get_state(), torch.Generator().manual_seed(5).get_state())

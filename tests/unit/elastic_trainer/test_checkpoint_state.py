@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from elastic_trainer.state.collective import describe
 from elastic_trainer.state.errors import DamagedError
 from elastic_trainer.state.index import check_index
-from elastic_trainer.state.load import read_into
 from elastic_trainer.state.manifest import FileEntry
 from elastic_trainer.state.reader import CheckpointReader, read_index
 from elastic_trainer.state.save import Writer
-from elastic_trainer.state.state import Stager, create_optimizer_state, live_tensors
+from elastic_trainer.state.state import Stager, create_optimizer_state, live_tensors, read_into
 
 
 def trained(model: nn.Module, make=torch.optim.AdamW, **kwargs):

@@ -15,8 +15,9 @@ from corpora import corpus_of, megatron, packed, raw_tokens, write_idx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.data import DataError, megatron_sequences
-from elastic_trainer.data.megatron_sequences import CheckedTokens, GatheredTokens
+from elastic_trainer.data import DataError
+from elastic_trainer.data import megatron as megatron_module
+from elastic_trainer.data.megatron import CheckedTokens, GatheredTokens
 
 LIMITS = {
     "B": (0, 2**8 - 1),
@@ -50,9 +51,9 @@ def test_the_tokens_are_those_of_all_sequences_in_the_order_of_the_index(dataset
     sequences, kind = dataset
     flat = list(itertools.chain(*sequences))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_sequences, "FULL_CHECK", full_check)
-        patch.setattr(megatron_sequences, "BLOCK", 4)
-        patch.setattr(megatron_sequences, "_STRIDE", 2)
+        patch.setattr(megatron_module, "FULL_CHECK", full_check)
+        patch.setattr(megatron_module, "BLOCK", 4)
+        patch.setattr(megatron_module, "_STRIDE", 2)
         prefix = megatron(Path(folder, "c"), sequences, **kind)
         tokens = opened(prefix, Path(folder), vocab_size=2**63).windows.tokens
         assert len(tokens) == len(flat)
@@ -127,7 +128,7 @@ def pointers_at(sequence):
 
 @pytest.fixture(params=[1 << 22, 0], ids=["whole", "sampled"])
 def full_check(request, monkeypatch):
-    monkeypatch.setattr(megatron_sequences, "FULL_CHECK", request.param)
+    monkeypatch.setattr(megatron_module, "FULL_CHECK", request.param)
 
 
 DAMAGE = [
@@ -219,9 +220,9 @@ def test_a_folder_holds_exactly_one_dataset(tmp_path):
 @pytest.fixture
 def few_checked(monkeypatch):
     """Indices of more than 8 sequences count as large; blocks 0, 6, 13 and 20 of 21 are seen."""
-    monkeypatch.setattr(megatron_sequences, "FULL_CHECK", 8)
-    monkeypatch.setattr(megatron_sequences, "BLOCK", 4)
-    monkeypatch.setattr(megatron_sequences, "NUM_SAMPLES", 4)
+    monkeypatch.setattr(megatron_module, "FULL_CHECK", 8)
+    monkeypatch.setattr(megatron_module, "BLOCK", 4)
+    monkeypatch.setattr(megatron_module, "NUM_SAMPLES", 4)
 
 
 MANY = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(84)]
@@ -289,7 +290,7 @@ def test_a_damaged_block_that_no_sample_showed_is_refused(few_checked, tmp_path)
 def test_a_terabyte_opens_at_once(tmp_path):
     """A sparse .bin, and an index of 5 million sequences: more than are checked on opening."""
     number, length = 5_000_000, 110_000
-    assert number > megatron_sequences.FULL_CHECK
+    assert number > megatron_module.FULL_CHECK
     with (tmp_path / "c.idx").open("wb") as idx:
         idx.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, number, 2))
         np.full(number, length, dtype="<i4").tofile(idx)

@@ -10,7 +10,7 @@ import pytest
 from corpora import corpus_of, megatron, raw_tokens, shard
 
 from elastic_trainer.data import DataError
-from elastic_trainer.data.pin import pin
+from elastic_trainer.data.corpus import pin
 from elastic_trainer.data.source import digest
 
 

@@ -19,17 +19,18 @@ from test_snapshot_image import KEY, write_image
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier
-from elastic_trainer.state.snapshots.errors import PeerError
-from elastic_trainer.state.snapshots.image import PAGE, Header, Image
+from elastic_trainer.state.snapshots.image import PAGE, Header, Image, PeerError
 from elastic_trainer.state.snapshots.mac import MAC_BYTES
 from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
+    Authenticate,
+    Authenticator,
+    Channel,
     KeeperAddress,
     PeerLink,
     read_peers,
     write_peers,
 )
-from elastic_trainer.state.snapshots.wire import Authenticate, Authenticator, Channel
 from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 
 HOME = "127.0.0.1"

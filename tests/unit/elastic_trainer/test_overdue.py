@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.overdue import unsaved_s
+from elastic_trainer.state.manager import unsaved_s
 
 
 @pytest.mark.parametrize(

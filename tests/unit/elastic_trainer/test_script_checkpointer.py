@@ -19,9 +19,9 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.events import Event
-from elastic_trainer.state.load import TrainingState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.memory_restore import Restored
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.script_checkpointer import ScriptCheckpointer, device_of
 from elastic_trainer.worker import progress
 from elastic_trainer.worker.heartbeat import Heartbeat, Request

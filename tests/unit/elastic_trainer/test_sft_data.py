@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from elastic_trainer.data import IGNORED, DataError
-from elastic_trainer.data.chat import ChatTemplate
 from elastic_trainer.data.sft import _Encoder
+from elastic_trainer.data.tokenizer import ChatTemplate
 
 CHAT = [
     {"role": "user", "content": "1+1?"},

@@ -255,8 +255,3 @@ def test_keys_are_packed_in_their_order() -> None:
     assert numbers == sorted(numbers)
     assert [unpacked(number) for number in numbers] == keys
     assert numbers[-1] < 2**63
-
-
-def test_a_holding_survives_the_wire() -> None:
-    held = holding(7, 1, committed=True)
-    assert Holding.from_dict(held.to_dict()) == held

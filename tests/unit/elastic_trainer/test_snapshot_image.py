@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.memory_restore import _keep_only
-from elastic_trainer.state.snapshots.errors import TornImageError
 from elastic_trainer.state.snapshots.image import (
     ALIGNMENT,
     PAGE,
     Header,
     Image,
     Part,
+    TornImageError,
     decode_index,
     encode_index,
     file_name,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.lookup import (
+from elastic_trainer.state.snapshots.choice import (
     Box,
+    Holding,
     Owned,
     common,
     covers,
@@ -21,7 +22,6 @@ from elastic_trainer.state.lookup import (
     read_wholes,
     rows_for_owners,
 )
-from elastic_trainer.state.snapshots.choice import Holding
 from elastic_trainer.state.snapshots.image import Header, Part
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.state.snapshots.room import limits, no_room
+from elastic_trainer.state.snapshots.image import limits, no_room
 
 MIB = 1 << 20
 

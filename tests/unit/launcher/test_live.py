@@ -5,8 +5,8 @@ import os
 import pytest
 from conftest import JOB
 
-from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.megatron import read_megatron
+from elastic_trainer.data.source import DataError, UnreadableError
 from launcher.cli.main import run_cli
 from launcher.runs.submitting.asking import live_problems
 
