@@ -75,7 +75,7 @@ from elastic_trainer.agent.stop_signals import (
     StopSignals,
     Waker,
 )
-from elastic_trainer.agent.workers.environment import launches_of, next_rung
+from elastic_trainer.agent.workers.environment import launches_of, make_again, next_rung
 from elastic_trainer.agent.workers.group import (
     JobResult,
     Telemetry,
@@ -84,8 +84,7 @@ from elastic_trainer.agent.workers.group import (
     process_failure,
 )
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
-from elastic_trainer.agent.workers.reporter import Reporter, Running
-from elastic_trainer.agent.workers.scratch import make_again
+from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import (
     AgentConfig,
@@ -94,7 +93,6 @@ from elastic_trainer.agent.workers.settings import (
     SnapshotKeeper,
     Watchers,
 )
-from elastic_trainer.agent.workers.voice import Voice
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog

@@ -17,29 +17,34 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, numa_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import SIGNALS, OptionsError, signals
 from elastic_trainer.agent.command.options import Options
-from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
+from elastic_trainer.agent.hardware import (
+    ask,
+    check_fabric,
+    healthy,
+    local_cpus,
+    nccl_net,
+    numa_cpus,
+    seen,
+)
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
-from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
+from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
-from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
+from elastic_trainer.agent.wire.addresses import interfaces, local_address, parse_ports, with_links
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
-from elastic_trainer.agent.workers.environment import base_environment
+from elastic_trainer.agent.workers.environment import Scratch, base_environment
 from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.reporter import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
-from elastic_trainer.agent.workers.voice import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board

@@ -516,7 +516,7 @@ def _run(request: dict[str, Any], *, called: str) -> int:
     if request.get("count_steps") and "torch" in sys.modules:
         _count_steps()
     if "torch.distributed" in sys.modules:
-        from elastic_trainer.worker.process_groups import keep_process_groups, use_one_thread
+        from elastic_trainer.worker.torch_private import keep_process_groups, use_one_thread
 
         keep_process_groups()
         use_one_thread()

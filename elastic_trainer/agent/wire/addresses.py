@@ -182,3 +182,21 @@ def _routed() -> list[str]:
             probe.connect((target, 9))
             found.append(str(probe.getsockname()[0]))
     return found
+
+
+def parse_ports(text: str | None) -> range:
+    """Read `low-high` (both included); None means a port that the system picks.
+
+    Raises:
+        ValueError: not such a range.
+    """
+    if text is None:
+        return range(1)
+    low, dash, high = text.partition("-")
+    try:
+        ports = range(int(low), int(high if dash else low) + 1)
+    except ValueError:
+        ports = range(0)
+    if not ports or ports.start < 1 or ports.stop > 65536:
+        raise ValueError(f"network.ports: {text!r} is not a range like 29400-29499")
+    return ports

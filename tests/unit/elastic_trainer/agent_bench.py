@@ -24,8 +24,8 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.stop_signals import Waker
+from elastic_trainer.agent.workers.environment import Scratch
 from elastic_trainer.agent.workers.group import JobResult, worker_spec
-from elastic_trainer.agent.workers.scratch import Scratch
 from elastic_trainer.agent.workers.settings import AgentConfig, SnapshotKeeper
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.ladder import Ladder
