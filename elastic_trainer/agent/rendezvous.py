@@ -132,10 +132,6 @@ class Place:
     """Come back although the job has excluded this node."""
 
 
-def _no_log(_event: str, _epoch: int | None, _fields: dict[str, Any]) -> None:
-    pass
-
-
 class HoldfastRendezvous(RendezvousHandler):
     """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
 
@@ -152,7 +148,9 @@ class HoldfastRendezvous(RendezvousHandler):
         place: Place,
         *,
         board: Board,
-        log: Callable[[str, int | None, dict[str, Any]], None] = _no_log,
+        log: Callable[[str, int | None, dict[str, Any]], None] = lambda _event, _epoch, _fields: (
+            None
+        ),
         notify: Callable[[], None] = lambda: None,
         crashed: Callable[[BaseException], None] | None = None,
     ) -> None:

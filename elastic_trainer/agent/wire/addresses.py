@@ -66,7 +66,9 @@ def choose(
     listed = ", ".join(str(one) for one in found) or "none"
     if cidr is not None:
         network = ipaddress.ip_network(cidr, strict=False)
-        fits = [(one, a) for one in found for a in one.addresses if _within(a, network)]
+        fits = [
+            (one, a) for one in found for a in one.addresses if ipaddress.ip_address(a) in network
+        ]
         if not fits:
             raise ValueError(f"network.cidr: no address of this node is in {cidr}; it has {listed}")
         return _first_running(fits, f"network.cidr: {cidr}", listed)
@@ -78,13 +80,9 @@ def choose(
             )
         return _first_running(fits, f"network.interface: {interface}", listed)
     live = [one for one in found if one.running and not one.loopback]
-    held = [address for one in live for address in one.addresses]
+    usable = [address for one in live for address in one.addresses]
     # A route may lead through an interface whose cable is out.
-    return next((address for address in routed if address in held), (*held, "127.0.0.1")[0])
-
-
-def _within(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
-    return ipaddress.ip_address(address) in network
+    return next((address for address in routed if address in usable), (*usable, "127.0.0.1")[0])
 
 
 def _first_running(fits: Sequence[tuple[Interface, str]], asked: str, listed: str) -> str:

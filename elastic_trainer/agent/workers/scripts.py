@@ -176,20 +176,17 @@ class Scripts:
     def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
         """Return the workers' readings, with the steps that were found in their logs."""
         steps = self._follower.steps(epoch) if self._follower is not None else {}
-        firsts = self._follower.first_steps(epoch) if self._follower is not None else {}
         merged = {rank: self.since_the_beginning(beat) for rank, beat in beats.items()}
-        for local_rank, (step, changes) in steps.items():
+        for local_rank, (step, changes, first) in steps.items():
             if (beat := merged.get(local_rank)) is not None:
                 merged[local_rank] = replace(
                     beat,
                     step=max(beat.step, step),
                     section=max(beat.section, Section.STEP),
                     counter=beat.counter + changes,
+                    first=first or beat.first,
+                    source=StepSource.OUTPUT if first else beat.source,
                 )
-                if first := firsts.get(local_rank, 0):
-                    merged[local_rank] = replace(
-                        merged[local_rank], first=first, source=StepSource.OUTPUT
-                    )
         return merged
 
     def on_console(self, local_rank: int) -> bool:
