@@ -65,7 +65,7 @@ def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu | None]:
     """Return what workers see, in the order of their local ranks. Pure.
 
     Args:
-        gpus: those that answer.
+        gpus: all that answer.
         visible: CUDA_VISIBLE_DEVICES; None: all. Indices, or UUIDs or beginnings of them.
 
     Returns:
@@ -196,11 +196,11 @@ class Port(NamedTuple):
 
 
 def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VERBS) -> None:
-    """See that this node has the fabric that the job file names; none is named: nothing to see.
+    """Check that this node has the fabric that the job file names, if it names one.
 
     Args:
         env: of the agent.
-        root: where sys and dev are.
+        root: holds sys and dev.
         verbs: the library that NCCL loads.
 
     Raises:

@@ -48,7 +48,6 @@ class Keeper:
 
     Args:
         directory: in memory, made by the caller, gone with the agent.
-        address: numeric address to listen on.
         ports: tried in turn; `range(1)` lets the system pick.
         links: more addresses to listen on, which writers of copies take by turns.
         authenticate: called on every new connection; raises when the peer does not prove

@@ -349,12 +349,11 @@ class HoldfastRendezvous(RendezvousHandler):
 class EpochStore:
     """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
 
-    It listens on the node's own address only, unless workers know it by another name. `open` may
-    be called from another thread than `close`, but not at the same time.
+    `open` and `close` may be called from different threads, but not at the same time.
 
     Args:
-        address: numeric address of this node.
-        ports: ports to try in turn; `range(1)` lets the system pick.
+        address: numeric; listened on.
+        ports: tried in turn; `range(1)` lets the system pick.
         timeout_s: how long a client waits for a key.
         called: name of this machine for `MASTER_ADDR`; the store then listens on all addresses, as
             torchrun's does. None: the address.

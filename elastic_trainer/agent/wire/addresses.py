@@ -99,11 +99,7 @@ def with_links(found: Sequence[Interface], names: Sequence[str]) -> tuple[list[s
 
 
 def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
-    """Return the numeric address under which peers reach this node.
-
-    Args:
-        interface: see `choose`.
-        cidr: see `choose`.
+    """Return the numeric address under which peers reach this node; arguments as in `choose`.
 
     Raises:
         ValueError: no address fits; the message lists what there is.

@@ -183,7 +183,7 @@ class NetworkThread:
 
 
 class Handler(Protocol):
-    """Who owns an endpoint. Called on the network's thread only."""
+    """Owns an endpoint. Called on the network's thread only."""
 
     def opened(self, conn: int) -> None:
         """A dial succeeded, and the other end has proved itself."""
@@ -318,15 +318,13 @@ class _Link(asyncio.Protocol):
 
 
 class AcceptLimiter:
-    """The unproved connections of one port, by number. Pure.
+    """Counts the unproved connections of one port, by number. Pure.
 
     Beyond `most` nobody is accepted, the kernel's queue holds whoever comes, and the slow ones of
     the busiest host are cut off early: whoever floods the port makes way for the others.
 
     Args:
         most: at a time.
-        patience_s: see PATIENCE_S.
-        pressed_s: see PRESSED_S.
     """
 
     def __init__(

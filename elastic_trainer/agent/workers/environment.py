@@ -32,8 +32,6 @@ class Scratch:
     A lock tells whether the owner lives: a process id may be another's, or of another namespace.
 
     Args:
-        run_id: of the run.
-        node: name of this node.
         root: directory in memory; a temporary one where it cannot be written.
     """
 
@@ -112,9 +110,9 @@ def base_environment(
     Args:
         inherited: the agent's own.
         workers: per node.
-        address: of this node, which picks the network interface.
-        run_dir: of a rendered run; None where only flags describe the job.
-        record_dir: where the job's events and logs are.
+        address: picks the network interface.
+        run_dir: None where only flags describe the job.
+        record_dir: has the job's events and logs.
     """
     env = dict(inherited)
     if workers > 1:
@@ -134,13 +132,7 @@ def base_environment(
 
 
 def launches_of(group: WorkerGroup, formed: EpochFormed, config: AgentConfig) -> list[Launch]:
-    """Return one launch per worker of this node, and write what they all read.
-
-    Args:
-        group: the node's workers, with their ranks of the epoch.
-        formed: the epoch; this node is one of its members.
-        config: of the node's agent.
-    """
+    """Return one launch per worker of this node, a member of the epoch; write what all read."""
     peers = _write_peers(formed, config.scratch)
     return [_launch(worker, group, formed, config, peers) for worker in group.workers]
 
@@ -199,7 +191,7 @@ def next_rung(formed: EpochFormed, ladder: Ladder) -> Rung:
 
 
 def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
-    """Say where the keepers of the epoch are, in a file: an environment is too small."""
+    """Write the addresses of the epoch's keepers to a file: an environment is too small."""
     for old in scratch.glob("*.peers.json"):
         old.unlink()
     path = scratch / f"{formed.epoch}.peers.json"

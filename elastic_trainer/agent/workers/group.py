@@ -98,8 +98,8 @@ class Telemetry:
     thread, for one that waits for a network must not hold up a recovery.
 
     Args:
-        group: of the node's workers, as it is when something is told.
-        host: the machine; never asked of the name service.
+        group: read whenever something is told.
+        host: never asked of the name service.
         clock: monotonic seconds.
     """
 

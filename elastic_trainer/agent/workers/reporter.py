@@ -149,12 +149,8 @@ class Reporter:
     """Reports of one node's workers. It decides nothing.
 
     Args:
-        config: of the agent.
-        workers: of this node.
-        membership: is notified of the progress of workers.
-        log: the agent's events.
         clock: monotonic seconds.
-        voice: says what people should know; closed by `close`.
+        voice: closed by `close`.
     """
 
     def __init__(

@@ -54,12 +54,10 @@ class Scripts:
     """The part of one agent that is for scripts; one epoch after the other.
 
     Args:
-        task: what the workers run.
-        log: the agent's events.
         say: says a line to people.
-        shown: where the steps go that the script shows, see script_steps.py; None: to `log`.
-        record_dir: where the job's events and logs are; None for none.
-        follower: follows the logs; None where there is nothing to show and to look for.
+        shown: takes the steps that the script shows, see script_steps.py; None: `log` does.
+        record_dir: has the job's events and logs.
+        follower: None: nothing in the logs is to be shown or looked for.
         split: stdout and stderr have logs of their own.
         grace_s: between the signal that asks to leave and SIGKILL.
         stop_signal: what asks workers to leave, in place of SIGTERM.
