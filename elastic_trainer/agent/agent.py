@@ -2,18 +2,14 @@
 
 A torchelastic agent: WorkerSpec, the rendezvous handler in it (the one that torchrun gets by
 `--rdzv-backend holdfast`), WorkerGroup, RunResult, error files, events and metrics are
-torchelastic's. Its base is ElasticAgent and not SimpleElasticAgent, whose loop it could not keep:
+torchelastic's. Its base is ElasticAgent, since almost nothing of SimpleElasticAgent could stay:
 
-- `_rendezvous` blocks the loop: it connects to the store and waits there for the first node's
-  answer before any worker is started. Should a node die meanwhile, nobody hears of the abort until
-  a time-out. Here an epoch is a notice that has the ranks in it, and so is its abort.
-- `_invoke_run` polls, restarts by a count of its own, joins other nodes' restarts by
-  `num_nodes_waiting`, and ends in a barrier on a store whose node may be dead. Zygote, coordinator
-  and heartbeats are waited for in one select; the coordinator counts, for the whole job.
+- `_rendezvous` blocks the loop on the store of the first node. If a node dies meanwhile, nobody
+  hears of the abort until a time-out. Here an epoch is a notice with the ranks in it.
+- `_invoke_run` polls, restarts by its own count, and ends in a barrier on a store whose node may be
+  dead. Here one select waits for zygote, coordinator and heartbeats, and the coordinator counts.
 - `_construct_event` asks the name service for the machine's name at every event: ten seconds each
-  where none answers.
-
-With these overridden nothing but `__init__` and `get_worker_group` would be left of it.
+  where it does not answer.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ from elastic_trainer.agent.stop_signals import (
     StopSignals,
     Waker,
 )
-from elastic_trainer.agent.workers.environment import launches_of, next_rung
+from elastic_trainer.agent.workers.environment import launches_of, make_again, next_rung
 from elastic_trainer.agent.workers.group import (
     JobResult,
     Telemetry,
@@ -84,8 +80,7 @@ from elastic_trainer.agent.workers.group import (
     process_failure,
 )
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
-from elastic_trainer.agent.workers.reporter import Reporter, Running
-from elastic_trainer.agent.workers.scratch import make_again
+from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import (
     AgentConfig,
@@ -94,7 +89,6 @@ from elastic_trainer.agent.workers.settings import (
     SnapshotKeeper,
     Watchers,
 )
-from elastic_trainer.agent.workers.voice import Voice
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog
@@ -119,16 +113,11 @@ class HoldfastAgent(ElasticAgent):
     no accelerator and keeps nothing that a worker's death could harm.
 
     Args:
-        config: see there.
-        spec: the workers, as torchelastic has it. Its rendezvous handler is a `MembershipHandler`,
-            closed at the end of `run`; `waker.wake` must be called when it has a notice.
-        workers: starts and kills them; closed at the end of `run`.
-        waker: wakes the loop.
-        log: the agent's events.
-        scripts: what is done for scripts of others.
-        keeper: of the node's snapshots; None: it keeps none.
-        watchers: those who are shown how the node is; None: nobody.
-        voice: says on stderr what people should know; None: one of its own.
+        spec: its rendezvous handler is a `MembershipHandler`, closed at the end of `run`;
+            `waker.wake` must be called when it has a notice.
+        workers: closed at the end of `run`.
+        keeper: None: the node keeps no snapshots.
+        watchers: are shown how the node is.
         clock: monotonic seconds.
     """
 
@@ -280,7 +269,7 @@ class HoldfastAgent(ElasticAgent):
         )
 
     def _list_agents(self, formed: EpochFormed) -> None:
-        """The coordinator has the run's agents listed: it knows them all, and is one only."""
+        """Have the run's agents listed, if this one coordinates: it alone knows them all."""
         if self._watchers is not None and formed.coordinator == self._config.me.node:
             everyone = (*formed.members, *formed.spares, *formed.left)
             self._watchers.list_agents(formed.epoch, everyone)
@@ -322,7 +311,7 @@ class HoldfastAgent(ElasticAgent):
             self._list_agents(replace(self._formed, members=(), spares=(), left=()))
 
     def _over_before(self, notice: JobStopped, over_in: str) -> JobStopped:
-        """Return what an agent makes of a job that was over before it came: nothing is run."""
+        """Return how an agent ends that finds the job over: nothing is run."""
         config = self._config
         anew = "to run it anew, name another --rdzv-id"
         if notice.code != EXIT_DONE:
@@ -438,7 +427,7 @@ class HoldfastAgent(ElasticAgent):
         self._ended(epoch)
 
     def _ended(self, epoch: Running) -> None:
-        """Report that no worker of an epoch is left here, and that none has failed."""
+        """Report that all workers of the epoch have ended well here."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._scripts.ended(finished=epoch.finished)
@@ -491,7 +480,7 @@ class HoldfastAgent(ElasticAgent):
             self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
     def _kill_workers(self, reason: str) -> None:
-        """End the epoch here: nothing of its workers is left, or the node said that it leaves."""
+        """End the epoch here: afterwards no process of it runs, or the node has said it leaves."""
         if self._epoch is None and not self._workers.alive and self._workers.cleared:
             return
         begin, had = self._clock(), self._workers.alive

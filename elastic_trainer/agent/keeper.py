@@ -12,7 +12,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +41,6 @@ BREATH_S: Final = 0.1
 IDLE_S: Final = 600.0
 """A peer that says nothing for so long is cut off; a writer connects again."""
 _SKIP_BYTES: Final = 1 << 20
-
 _MOST_TIMES: Final = 64
 """Room for more of one image is not asked for."""
 
@@ -51,7 +50,6 @@ class Keeper:
 
     Args:
         directory: in memory, made by the caller, gone with the agent.
-        address: numeric address to listen on.
         ports: tried in turn; `range(1)` lets the system pick.
         links: more addresses to listen on, which writers of copies take by turns.
         authenticate: called on every new connection; raises when the peer does not prove
@@ -217,14 +215,17 @@ class Keeper:
         for path in sorted(self._directory.iterdir()):
             if parse_name(path.name) is None:
                 continue
-            with contextlib.suppress(OSError, TornImageError), _opened(path) as image:
+            with (
+                contextlib.suppress(OSError, TornImageError),
+                contextlib.closing(Image(path)) as image,
+            ):
                 header = image.header().to_dict()
                 found.append({"file": path.name, "header": header, "committed": image.committed})
         return found
 
     def _verify(self, file: str) -> dict[str, Any]:
         try:
-            with _opened(self._path(file)) as image:
+            with contextlib.closing(Image(self._path(file))) as image:
                 header = image.verify(self._key)
                 return {"index": [dataclasses.asdict(part) for part in image.index(header)]}
         except (OSError, TornImageError) as error:
@@ -236,20 +237,14 @@ class Keeper:
         except (OSError, TornImageError) as error:
             channel.send({"error": f"{file}: {error}"})
             return
-        try:
+        with contextlib.closing(image), contextlib.ExitStack() as views:
             at, end = image.header().payload_at, image.size_bytes
             if any(at + _number(a, end) + _number(n, end + 1) > end for a, n in spans):
                 raise PeerError(f"{file}: a span outside it")
-            with memoryview(image.map) as whole:
-                parts = [whole[at + a : at + a + n] for a, n in spans]
-                try:
-                    channel.send({"macs": [mac.seal(self._key, part).hex() for part in parts]})
-                    channel.send_raw(parts)
-                finally:
-                    for part in parts:
-                        part.release()
-        finally:
-            image.close()
+            whole = views.enter_context(memoryview(image.map))
+            parts = [views.enter_context(whole[at + a : at + a + n]) for a, n in spans]
+            channel.send({"macs": [mac.seal(self._key, part).hex() for part in parts]})
+            channel.send_raw(parts)
 
     def _path(self, file: str) -> Path:
         if parse_name(file) is None:
@@ -261,7 +256,7 @@ def _number(value: Any, limit: int) -> int:
     """Return a number of a message.
 
     Raises:
-        PeerError: it is none, negative, or not below `limit`.
+        PeerError: it is not a number, negative, or not below `limit`.
     """
     if type(value) is not int or not 0 <= value < limit:
         raise PeerError(f"{value!r:.40} is not a number below {limit}")
@@ -269,7 +264,7 @@ def _number(value: Any, limit: int) -> int:
 
 
 class _Kept:
-    """The two images one writer fills, mapped once: mapping anew would fault every page again."""
+    """The two images one writer fills, mapped once: mapping again would fault every page."""
 
     def __init__(self) -> None:
         self._images: dict[Path, Image] = {}
@@ -289,15 +284,6 @@ class _Kept:
         for image in self._images.values():
             image.close()
         self._images.clear()
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Image]:
-    image = Image(path)
-    try:
-        yield image
-    finally:
-        image.close()
 
 
 def _skip(channel: Channel, num_bytes: int) -> None:

@@ -40,11 +40,8 @@ class NodeMetrics:
     """Serves what the agent last said of its node; a collector of prometheus-client.
 
     Args:
-        run: name of the run.
-        node: name of the node.
-        path: where the agents of the run are listed; None: nowhere.
-        port: that every agent of the run serves at.
-        wall: the clock.
+        path: the list of the run's agents; None: it is not written.
+        port: the same for every agent of the run.
     """
 
     def __init__(

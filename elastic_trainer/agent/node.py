@@ -17,29 +17,35 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, numa_cpus, seen
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import SIGNALS, OptionsError, signals
 from elastic_trainer.agent.command.options import Options
-from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
+from elastic_trainer.agent.hardware import (
+    ask,
+    check_fabric,
+    healthy,
+    local_cpus,
+    nccl_net,
+    numa_cpus,
+    seen,
+)
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
-from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
+from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
-from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
+from elastic_trainer.agent.wire.addresses import interfaces, local_address, parse_ports, with_links
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
-from elastic_trainer.agent.workers.environment import base_environment
-from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.environment import Scratch, base_environment
+from elastic_trainer.agent.workers.group import forward_error_file
+from elastic_trainer.agent.workers.reporter import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
-from elastic_trainer.agent.workers.voice import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
@@ -107,8 +113,11 @@ def _run(options: Options) -> int:
     env = _environment(options, address)
     with contextlib.ExitStack() as stack:
         # First of all: later this process has threads, and what has threads cannot be forked.
-        workers = _workers(options.task, env)
+        task = options.task
+        zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
+        workers = Workers(task, env=env, zygote=zygote)
         stack.callback(workers.close)
+        open_files()  # after the fork: scripts keep the limit that the user has set
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
         secret_dir, secret = _secret(options, scratch)
@@ -136,13 +145,13 @@ def _run(options: Options) -> int:
         if metrics is not None:
             stack.callback(metrics.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch, secret_dir, gpus=_seen(gpus), bound=bound),
-            worker_spec(
-                rendezvous,
-                options.task.target,
-                workers=options.workers,
-                max_restarts=options.elastic.max_restarts,
+            _agent_config(options, rendezvous, scratch, secret_dir, gpus=gpus, bound=bound),
+            WorkerSpec(
                 role=options.role,
+                local_world_size=options.workers,
+                rdzv_handler=rendezvous,
+                entrypoint=task.target,
+                max_restarts=options.elastic.max_restarts,
                 event_log_handler=options.event_log_handler,
             ),
             workers=workers,
@@ -186,12 +195,6 @@ def _network(options: Options) -> tuple[str, range]:
                 "another one, or leave it out",
             ) from error
     return address, ports
-
-
-def _workers(task: Task, env: dict[str, str]) -> Workers:
-    zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
-    open_files()  # scripts keep the limit that the user has set
-    return Workers(task, env=env, zygote=zygote)
 
 
 def _secret(options: Options, scratch: Scratch) -> tuple[Path, Secret]:
@@ -406,17 +409,6 @@ def _scripts(options: Options, log: EventLog, voice: Voice) -> Scripts:
     )
 
 
-def _seen(gpus: Sequence[Gpu] | None) -> tuple[Gpu | None, ...]:
-    """Return the GPU of each worker, by local rank; none: they are not known."""
-    return tuple(seen(gpus or (), os.environ.get(_VISIBLE)))
-
-
-def _cpus(gpus: Sequence[Gpu | None]) -> tuple[str | None, ...]:
-    """Return the CPUs of each worker, by local rank; none: they run anywhere."""
-    near = local_cpus(gpus, os.sched_getaffinity(0))
-    return tuple(None if cpus is None else cpu_list(cpus) for cpus in near)
-
-
 def _bound_cpus(options: Options) -> tuple[str, ...]:
     """Return the CPUs of each worker that --numa-binding asks for; none: it was not given.
 
@@ -439,14 +431,16 @@ def _agent_config(
     scratch: Scratch,
     secret_dir: Path,
     *,
-    gpus: tuple[Gpu | None, ...],
+    gpus: Sequence[Gpu] | None,
     bound: tuple[str, ...],
 ) -> AgentConfig:
+    found = tuple(seen(gpus or (), os.environ.get(_VISIBLE)))
+    near = local_cpus(found, os.sched_getaffinity(0))
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
-        gpus=gpus,
-        cpus=bound or _cpus(gpus),
+        gpus=found,
+        cpus=bound or tuple(None if cpus is None else cpu_list(cpus) for cpus in near),
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         secret_dir=secret_dir,

@@ -45,10 +45,9 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.terms import layout_terms
-from elastic_trainer.agent.wire.addresses import local_address
+from elastic_trainer.agent.wire.addresses import local_address, parse_ports
 from elastic_trainer.agent.wire.client import MembershipClient
-from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
-from elastic_trainer.agent.wire.store import EpochStore, parse_ports
+from elastic_trainer.agent.wire.network import Endpoint, NetworkThread, listen
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.board.state import Board
 from elastic_trainer.plan.ladder import Ladder
@@ -58,6 +57,8 @@ from elastic_trainer.worker.secret import Badge, Secret, make_secret
 
 BACKEND = "holdfast"
 """For torchrun's --rdzv-backend."""
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  as torch's own
+"""All of this machine's addresses."""
 _ARRIVED = "holdfast/arrived"
 _ARRIVE_POLL_S = 0.1
 _STORE_WAIT = timedelta(seconds=60)
@@ -131,10 +132,6 @@ class Place:
     """Come back although the job has excluded this node."""
 
 
-def _no_log(_event: str, _epoch: int | None, _fields: dict[str, Any]) -> None:
-    pass
-
-
 class HoldfastRendezvous(RendezvousHandler):
     """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
 
@@ -151,7 +148,9 @@ class HoldfastRendezvous(RendezvousHandler):
         place: Place,
         *,
         board: Board,
-        log: Callable[[str, int | None, dict[str, Any]], None] = _no_log,
+        log: Callable[[str, int | None, dict[str, Any]], None] = lambda _event, _epoch, _fields: (
+            None
+        ),
         notify: Callable[[], None] = lambda: None,
         crashed: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -345,3 +344,66 @@ class HoldfastRendezvous(RendezvousHandler):
                 break
         self.close()
         return True
+
+
+class EpochStore:
+    """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
+
+    `open` and `close` may be called from different threads, but not at the same time.
+
+    Args:
+        address: numeric; listened on.
+        ports: tried in turn; `range(1)` lets the system pick.
+        timeout_s: how long a client waits for a key.
+        called: name of this machine for `MASTER_ADDR`; the store then listens on all addresses, as
+            torchrun's does. None: the address.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        ports: range = range(1),
+        *,
+        timeout_s: float = 300.0,
+        called: str | None = None,
+    ) -> None:
+        self._address, self._ports, self._timeout_s = address, ports, timeout_s
+        self._called = called or address
+        self._listens_on = EVERYWHERE if called else address
+        self._store: object | None = None
+        self._next = 0
+
+    def open(self, epoch: int) -> tuple[str, int]:
+        """Close the store of the epoch before and open that of `epoch`.
+
+        Returns:
+            Address and port for `MASTER_ADDR` and `MASTER_PORT`.
+
+        Raises:
+            OSError: no port of the range is free.
+        """
+        assert epoch >= 0
+        self.close()
+        listener = self._listen()
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            self._address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._timeout_s),
+            use_libuv=True,
+            master_listen_fd=listener.detach(),  # the store owns it from here
+        )
+        return self._called, port
+
+    def close(self) -> None:
+        """Stop serving; clients that still wait get an error."""
+        self._store = None  # the last reference: torch has no other way
+
+    def _listen(self) -> socket.socket:
+        # Another port than last time, so that a worker too late meets nobody.
+        listener = listen(self._listens_on, self._ports, first=self._next)
+        if len(self._ports) > 1:
+            self._next = self._ports.index(listener.getsockname()[1]) + 1
+        return listener

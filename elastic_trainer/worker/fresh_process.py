@@ -30,7 +30,7 @@ from typing import Any, Final
 
 HELD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 """Sent to a whole step: zygote and standbys hold them back, workers have them from their start."""
-_OF_TORCHRUN: Final = {
+_OF_TORCHRUN: Final[dict[signal.Signals, Any]] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_DFL,
@@ -254,10 +254,7 @@ def die_of(number: int) -> None:
 # -- SIGTERM and SIGINT where the agent answers them ----------------------------------------------
 
 
-_DEFAULTS: Final[dict[signal.Signals, Any]] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
+_LEFT: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def leave_stops_to_the_agent() -> None:
@@ -267,8 +264,8 @@ def leave_stops_to_the_agent() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for number, default in _DEFAULTS.items():
-        if signal.getsignal(number) in (signal.SIG_DFL, default):
+    for number in _LEFT:
+        if signal.getsignal(number) in (signal.SIG_DFL, _OF_TORCHRUN[number]):
             # A handler, since programs that are executed would go on to ignore what is ignored.
             signal.signal(number, _ignore)
             signal.siginterrupt(number, False)
@@ -280,9 +277,9 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 
 def _as_python_has_them() -> None:
-    for number, default in _DEFAULTS.items():
+    for number in _LEFT:
         if signal.getsignal(number) is _ignore:
-            signal.signal(number, default)
+            signal.signal(number, _OF_TORCHRUN[number])
 
 
 # -- Where a job's own modules are imported from --------------------------------------------------

@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -77,19 +76,20 @@ def cpu_list(cpus: Collection[int]) -> str:
 # -- Libraries that start threads on their own ----------------------------------------------------
 
 
-_ONE: Final = {"OPENBLAS_NUM_THREADS": "1"}
+_OPENBLAS: Final = "OPENBLAS_NUM_THREADS"
 """OpenBLAS, which numpy brings along, starts as many threads as OMP_NUM_THREADS says, or the
 machine has cores, while it is loaded. This variable goes before that one and is read only then
 (blas_get_cpu_number in driver/others/memory.c). MKL and OpenMP start theirs when they are used."""
-_SETTERS: Final = tuple(
-    f"{prefix}openblas_set_num_threads{suffix}"
-    for prefix in ("scipy_", "")
-    for suffix in ("64_", "")
+_SETTERS: Final = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
 )
 """As numpy's own build names it, then others."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
     """Let libraries that are loaded within have one thread; leave `env` as it was.
 
@@ -98,21 +98,20 @@ def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
     Args:
         env: os.environ, which libraries read.
     """
-    before = {name: env.get(name) for name in _ONE}
-    env.update(_ONE)
+    before = env.get(_OPENBLAS)
+    env[_OPENBLAS] = "1"
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del env[name]
-            else:
-                env[name] = value
+        if before is None:
+            del env[_OPENBLAS]
+        else:
+            env[_OPENBLAS] = before
 
 
 def thread_setters() -> list[Callable[[int], Any]]:
     """Return what sets the number of threads, of each OpenBLAS that is loaded."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
         paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "openblas" in line}
         libraries = [ctypes.CDLL(path) for path in sorted(paths)]
@@ -128,7 +127,7 @@ def blas_threads(env: Mapping[str, str], cpus: int) -> int:
         env: of the process.
         cpus: that it may run on.
     """
-    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
+    for name in (_OPENBLAS, "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         number = re.match(r"\s*\+?(\d+)", env.get(name, ""))
         if number is not None and int(number[1]) > 0:
             return min(int(number[1]), cpus)

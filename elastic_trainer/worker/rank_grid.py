@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_trainer.worker.process_groups import use_one_thread
+from elastic_trainer.worker.torch_private import use_one_thread
 
 MAX_GROUP: Final = 32
 """Ranks of a group that connects all of them."""

@@ -10,7 +10,6 @@ import importlib
 import os
 import tempfile
 
-from elastic_trainer.worker import process_groups as process_groups  # noqa: PLC0414  for it as well
 from elastic_trainer.worker import progress as progress  # noqa: PLC0414  for the forked worker
 from elastic_trainer.worker.preload import preload
 

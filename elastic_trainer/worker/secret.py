@@ -372,8 +372,8 @@ def authenticate(
         sock: connected; its own time-out is put back.
         secret: of the run.
         server: whether this end accepted the connection.
-        label: see Handshake; the same on both ends.
-        context: see Handshake; the same on both ends.
+        label: the same on both ends, as `context` (see Handshake).
+        context: see Handshake.
         timeout_s: for the whole of it, however slowly the other end sends.
 
     Returns:

@@ -10,6 +10,7 @@ out of other modules.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -67,28 +68,71 @@ def __getattr__(name: str) -> Any:
 # -- process groups ---------------------------------------------------------------------
 
 
-def gloo_on_one_thread(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any
-) -> dist.ProcessGroupGloo:
-    """Return a gloo group whose collectives run on one thread, on the network torch would take.
+class _Gloo(type):
+    # torch asks whether groups are of the class whose name OneThreadGloo takes.
+    def __instancecheck__(cls, group: object) -> bool:
+        return isinstance(group, dist.ProcessGroupGloo)
 
-    The number of threads is an option that only the private constructor takes. Where torch has no
-    such option, or asks for more than is known of (`more`, which grew with 2.14), the group is
-    torch's own, with two threads.
+
+class OneThreadGloo(metaclass=_Gloo):
+    """Makes gloo groups whose collectives run on one thread, for torch's two.
+
+    Two write the name of the collective that has ended, `lastCompletedWorkName`, without a lock
+    (`ProcessGroupGloo::runLoop`). Names above 15 characters, as of a coalesced all-gather, are on
+    the heap: the worker dies of SIGSEGV or an abort of malloc.
     """
-    gloo = dist.ProcessGroupGloo
-    options: Any = getattr(gloo, "_Options", object)()
-    known = all(hasattr(options, f"_{name}") for name in ("timeout", "threads", "devices"))
-    if not known or not all(hasattr(options, name) for name in more):
-        return gloo(store, rank, size, timeout, **more)
-    for name, value in more.items():
-        setattr(options, name, value)
-    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    options._timeout, options._threads = timeout, 1
-    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
-        gloo.create_default_device()
-    ]
-    return gloo(store, rank, size, options)
+
+    def __new__(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = distributed_c10d.default_pg_timeout,
+        **more: Any,
+    ) -> dist.ProcessGroupGloo:
+        """Return a group of torch's own class; `more` are arguments of newer versions.
+
+        The number of threads is an option that only the private constructor takes. Where torch has
+        no such option, or asks for more than is known of (`more`, which grew with 2.14), the group
+        has torch's two threads.
+        """
+        gloo = dist.ProcessGroupGloo
+        options: Any = getattr(gloo, "_Options", object)()
+        known = all(hasattr(options, f"_{name}") for name in ("timeout", "threads", "devices"))
+        if not known or not all(hasattr(options, name) for name in more):
+            return gloo(store, rank, size, timeout, **more)
+        for name, value in more.items():
+            setattr(options, name, value)
+        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        options._timeout, options._threads = timeout, 1
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+            gloo.create_default_device()
+        ]
+        return gloo(store, rank, size, options)
+
+
+def use_one_thread() -> None:
+    """Have torch make gloo groups as OneThreadGloo does."""
+    distributed_c10d.ProcessGroupGloo = OneThreadGloo
+
+
+def keep_process_groups() -> None:
+    """Have `destroy_process_group` end groups as ever, but free none that was the last to end.
+
+    The destructor of a gloo group waits, with Python's lock held, for its threads; one that still
+    lets go of the last collective waits for that lock (`~ProcessGroupGloo` joins what runs
+    `~AsyncWork`). It needs a busy machine, and about one end of a script in fifty met it on one.
+    The process must end by os._exit, which frees nothing, as forked workers do.
+    """
+    destroy, kept = distributed_c10d.destroy_process_group, list[Any]()
+
+    @functools.wraps(destroy)
+    def destroy_and_keep(group: Any = None) -> None:
+        kept[:] = all_groups()
+        destroy(group)
+
+    distributed_c10d.destroy_process_group = destroy_and_keep
+    dist.destroy_process_group = destroy_and_keep
 
 
 def all_groups() -> list[Any]:

@@ -85,14 +85,8 @@ kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where 
 
 _READ_BY_IMPORTS = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
-    *(
-        "TORCHDYNAMO_",
-        "TORCHINDUCTOR_",
-        "TORCH_COMPILE_",
-        "TORCH_LOGS",
-        "TORCH_TRACE",
-        "PYTORCH_JIT",
-    ),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_"),
+    *("TORCH_LOGS", "TORCH_TRACE", "PYTORCH_JIT"),
 )
 """Begin the names of variables that torch and its libraries read while they are imported."""
 _LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
@@ -100,10 +94,6 @@ _LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-
-
-def _name_process(name: str) -> None:
-    prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -116,12 +106,6 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    epoch: int
-    local_rank: int
 
 
 @dataclass(slots=True)
@@ -138,7 +122,8 @@ class Zygote:
         self._sock, self._parent = sock, parent
         self._preload = preload
         self._why_fresh: str | None = None
-        self._workers: dict[int, _Child] = {}
+        self._workers: dict[int, tuple[int, int]] = {}
+        """Process id -> epoch and local rank."""
         self._standbys: dict[int, _Standby] = {}
         """By local rank."""
         self._own: set[int] = set()
@@ -233,7 +218,7 @@ class Zygote:
         how = "fresh" if why is not None else "zygote" if pid is None else "standby"
         if pid is None:
             pid = self._fork(request, fresh=why is not None)
-        self._workers[pid] = _Child(request["epoch"], request["local_rank"])
+        self._workers[pid] = request["epoch"], request["local_rank"]
         self._epoch = request["epoch"]
         self._send(
             event="started",
@@ -320,10 +305,11 @@ class Zygote:
                 if standby.pid == seen.si_pid:
                     self._standbys.pop(local_rank).sock.close()
             if worker is not None:  # the others are what workers left behind
+                epoch, local_rank = worker
                 self._send(
                     event="exited",
-                    epoch=worker.epoch,
-                    local_rank=worker.local_rank,
+                    epoch=epoch,
+                    local_rank=local_rank,
                     pid=seen.si_pid,
                     status=os.waitstatus_to_exitcode(status),
                 )
@@ -385,7 +371,7 @@ def _become_worker(
         if link is not None:
             request, how = _stand_by(request, link), "standby"
             born_mono = time.monotonic()
-        _name_process(WORKER_NAME)  # until it executes another program
+        prctl(_PR_SET_NAME, WORKER_NAME.encode(), 0, 0, 0)  # until it executes another program
         _redirect(request, how=how)
         _bind(request.get("cpus"))
         os.chdir(request["cwd"])
@@ -429,7 +415,7 @@ def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
     if request["kind"] == "main" and warm_up is not None:
         # In a thread: the priority is one of threads, and only root may raise it again. And what
         # torch keeps for each thread (meshes, how DTensors are dispatched) is not the worker's.
-        with ThreadPoolExecutor(1, initializer=_yield_the_cpu) as aside:
+        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(_AHEAD_NICE,)) as aside:
             aside.submit(warm_up, {**os.environ, **request["env"]}).result()
     ready = {"seconds": round(time.monotonic() - begun, 3), "private_mib": _private_mib()}
     with link, link.makefile("rb") as requests:
@@ -438,11 +424,6 @@ def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
     if not line:
         os._exit(0)  # the zygote has no use for it
     return dict(json.loads(line))
-
-
-def _yield_the_cpu() -> None:
-    """Lower the priority of the calling thread: the kernel's niceness is that of a thread."""
-    os.nice(_AHEAD_NICE)
 
 
 def _private_mib() -> float | None:
@@ -454,11 +435,15 @@ def _private_mib() -> float | None:
     return round(sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024)
 
 
-def _redirect(request: dict[str, Any], *, how: str) -> None:
-    """Point the standard streams at the worker's log, appending; input is empty."""
+def _read_nothing() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def _redirect(request: dict[str, Any], *, how: str) -> None:
+    """Point the standard streams at the worker's log, appending; input is empty."""
+    _read_nothing()
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for fd, path in ((1, request["log"]), (2, request.get("error_log") or request["log"])):
         try:
@@ -514,9 +499,12 @@ def _run(request: dict[str, Any], *, called: str) -> int:
             importlib.import_module(target)
         return fresh_process.exit_code(sys.modules[target].main())
     if request.get("count_steps") and "torch" in sys.modules:
-        _count_steps()
+        from elastic_trainer.worker.progress import step_counter
+
+        if (counter := step_counter()) is not None:
+            counter.count_optimizer_steps()
     if "torch.distributed" in sys.modules:
-        from elastic_trainer.worker.process_groups import keep_process_groups, use_one_thread
+        from elastic_trainer.worker.torch_private import keep_process_groups, use_one_thread
 
         keep_process_groups()
         use_one_thread()
@@ -559,14 +547,6 @@ def _late_variables_teller() -> Callable[..., None]:
     return tell
 
 
-def _count_steps() -> None:
-    from elastic_trainer.worker.progress import step_counter
-
-    counter = step_counter()
-    if counter is not None:
-        counter.count_optimizer_steps()
-
-
 def _write_error_file(error: BaseException) -> None:
     """Write torchelastic's error file, unless the worker did so itself."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -601,12 +581,12 @@ def become_zygote(
     code = 1
     try:
         os.setsid()  # a terminal's Ctrl-C is for the agent
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        _read_nothing()
         os.environ.clear()
         os.environ.update(env)
-        _hold_openmp_to(env.get("OMP_NUM_THREADS", ""))
+        threads, torch = env.get("OMP_NUM_THREADS", ""), sys.modules.get("torch")
+        if torch is not None and threads.isdigit():  # it reads the variable as it is loaded
+            torch.set_num_threads(int(threads))
         _serve(sock, parent=parent, preload=preload, cwd=cwd)
         code = 0
     except BaseException:  # noqa: BLE001  the last frame: what is not written here is lost
@@ -616,16 +596,10 @@ def become_zygote(
         os._exit(code)
 
 
-def _hold_openmp_to(threads: str) -> None:
-    """Tell torch, which may have been loaded before the variable was set, and reads it then."""
-    if (torch := sys.modules.get("torch")) is not None and threads.isdigit():
-        torch.set_num_threads(int(threads))
-
-
 def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
     die_with_parent(parent)
     _close_all_but({0, 1, 2, sock.fileno()})
-    _name_process(NAME)
+    prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # sent to a whole step: the agent decides
     os.chdir(cwd)
     if not sys.flags.safe_path:

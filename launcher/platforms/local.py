@@ -30,7 +30,7 @@ from launcher.spec.errors import PermanentError
 
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
 """A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
-of a file (agent/workers/scratch.py). Its power loss is ours to tidy."""
+of a file (agent/workers/environment.py). Its power loss is ours to tidy."""
 _LOCK = "owner"
 
 SMALL_DISK_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from launcher.spec.spec import JobSpec
 
 FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
-"""Read by agents (elastic_trainer/agent/fabric.py)."""
+"""Read by agents (elastic_trainer/agent/hardware.py)."""
 
 
 class Variable(NamedTuple):

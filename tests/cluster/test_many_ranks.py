@@ -24,7 +24,7 @@ from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.train.session import WorkerContext
 from elastic_trainer.train.trainer import Trainer
 from elastic_trainer.train.warm_up import forget_others
-from elastic_trainer.worker import process_groups, rank_grid
+from elastic_trainer.worker import rank_grid, torch_private
 from elastic_trainer.worker.heartbeat import Heartbeat
 
 SHAPE = ModelShape(num_layers=16, dim=64, num_heads=8, num_kv_heads=8, ffn_dim=64, vocab_size=256)
@@ -79,7 +79,7 @@ def connect(run, job_json, rank):
         store=("127.0.0.1", server.port),
         run_id="r",
     )
-    process_groups.OneThreadGloo = CountedGloo
+    torch_private.OneThreadGloo = CountedGloo
     CheckpointManager.restore = lambda _manager: None
     trainer = Trainer(config, who, forget_others)
     trainer._init_process_group()

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 from torch.distributed.run import get_args_parser
 
-from elastic_trainer.agent.wire.store import parse_ports
+from elastic_trainer.agent.wire.addresses import parse_ports
 from elastic_trainer.worker.torch_private import _parse_rendezvous_config
 
 CONF_NUMBERS: Final = (

@@ -27,7 +27,7 @@ srun hands on up to 1,024 bytes of a task at once (SLURM_IO_MAX_MSG_LEN in its i
 other nodes print may come between two such parts. A line with a piece is shorter: a character
 takes 6 bytes at most, the other fields about 300.
 """
-SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see scratch.py
+SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see environment.py
 
 
 @dataclass(frozen=True, slots=True)

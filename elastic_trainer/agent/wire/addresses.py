@@ -66,7 +66,9 @@ def choose(
     listed = ", ".join(str(one) for one in found) or "none"
     if cidr is not None:
         network = ipaddress.ip_network(cidr, strict=False)
-        fits = [(one, a) for one in found for a in one.addresses if _within(a, network)]
+        fits = [
+            (one, a) for one in found for a in one.addresses if ipaddress.ip_address(a) in network
+        ]
         if not fits:
             raise ValueError(f"network.cidr: no address of this node is in {cidr}; it has {listed}")
         return _first_running(fits, f"network.cidr: {cidr}", listed)
@@ -78,13 +80,9 @@ def choose(
             )
         return _first_running(fits, f"network.interface: {interface}", listed)
     live = [one for one in found if one.running and not one.loopback]
-    held = [address for one in live for address in one.addresses]
+    usable = [address for one in live for address in one.addresses]
     # A route may lead through an interface whose cable is out.
-    return next((address for address in routed if address in held), (*held, "127.0.0.1")[0])
-
-
-def _within(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
-    return ipaddress.ip_address(address) in network
+    return next((address for address in routed if address in usable), (*usable, "127.0.0.1")[0])
 
 
 def _first_running(fits: Sequence[tuple[Interface, str]], asked: str, listed: str) -> str:
@@ -101,11 +99,7 @@ def with_links(found: Sequence[Interface], names: Sequence[str]) -> tuple[list[s
 
 
 def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
-    """Return the numeric address under which peers reach this node.
-
-    Args:
-        interface: see `choose`.
-        cidr: see `choose`.
+    """Return the numeric address under which peers reach this node; arguments as in `choose`.
 
     Raises:
         ValueError: no address fits; the message lists what there is.
@@ -182,3 +176,21 @@ def _routed() -> list[str]:
             probe.connect((target, 9))
             found.append(str(probe.getsockname()[0]))
     return found
+
+
+def parse_ports(text: str | None) -> range:
+    """Read `low-high` (both included); None means a port that the system picks.
+
+    Raises:
+        ValueError: not such a range.
+    """
+    if text is None:
+        return range(1)
+    low, dash, high = text.partition("-")
+    try:
+        ports = range(int(low), int(high if dash else low) + 1)
+    except ValueError:
+        ports = range(0)
+    if not ports or ports.start < 1 or ports.stop > 65536:
+        raise ValueError(f"network.ports: {text!r} is not a range like 29400-29499")
+    return ports

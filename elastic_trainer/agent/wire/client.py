@@ -46,15 +46,13 @@ class MembershipClient:
     Args:
         me: this node; its address and port are those of `endpoint`.
         job: id of this submission; another job on the same run is refused.
-        settings: rungs and times.
-        board: shared by all jobs of the run.
         endpoint: listens already, so that its port is known.
         network: serves `endpoint`; started and stopped by its owner.
         open_store: hosts the store of an epoch; may take a while.
         log: `log(event, epoch, fields)`, called on the network's thread: it must not wait.
         notify: called on the network's thread whenever a notice was queued.
-        ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
-        readmit: the operator lets the machine come back after it was excluded.
+        ready: this node's workers can be forked at once; else `WorkersReady` says when.
+        readmit: the machine may come back although it was excluded.
         executors: for the board and for stores; own threads when left out. The board's keeps the
             order of one agent's calls: `Membership` tells by it which call an answer is to.
     """
@@ -101,11 +99,7 @@ class MembershipClient:
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
         with contextlib.suppress(queue.Empty):
-            return (
-                self._notices.get(timeout=timeout_s)
-                if timeout_s > 0
-                else (self._notices.get_nowait())
-            )
+            return self._notices.get(timeout_s > 0, max(0.0, timeout_s))
         return None
 
     def report(self, report: Report) -> None:
@@ -268,11 +262,7 @@ class MembershipClient:
 
 
 class Throttle:
-    """Lets one message through per `period_s`, and counts those it held back.
-
-    Args:
-        period_s: seconds between two messages.
-    """
+    """Lets one message through per `period_s`, and counts those it held back."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s

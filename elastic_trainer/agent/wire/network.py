@@ -16,10 +16,10 @@ import itertools
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
-from elastic_trainer.agent.wire.accept_limiter import MOST, AcceptLimiter
 from elastic_trainer.plan.running_clock import RunningClock
 from elastic_trainer.worker.process import open_files
 from elastic_trainer.worker.secret import (
@@ -38,6 +38,12 @@ MAX_WAITING_BYTES: Final = 64 << 20
 """Unsent bytes after which a peer that does not read is given up."""
 LINGER_S: Final = 5.0
 """How long a peer may take to read the last words before a close."""
+MOST_UNPROVED: Final = 4096
+"""Unproved connections at a time, where the limit of open files allows as many."""
+PATIENCE_S: Final = 5.0
+"""How long one may take to prove itself."""
+PRESSED_S: Final = 0.5
+"""The same while the most are there. A handshake on a busy node takes a tenth of it."""
 _LENGTH: Final = struct.Struct(">I")
 _HEAD_BYTES: Final = _LENGTH.size + TAG_BYTES
 _BREATH_S: Final = 0.1
@@ -177,7 +183,7 @@ class NetworkThread:
 
 
 class Handler(Protocol):
-    """Who owns an endpoint. Called on the network's thread only."""
+    """Owns an endpoint. Called on the network's thread only."""
 
     def opened(self, conn: int) -> None:
         """A dial succeeded, and the other end has proved itself."""
@@ -311,6 +317,70 @@ class _Link(asyncio.Protocol):
         del self._received[:at]
 
 
+class AcceptLimiter:
+    """Counts the unproved connections of one port, by number. Pure.
+
+    Beyond `most` nobody is accepted, the kernel's queue holds whoever comes, and the slow ones of
+    the busiest host are cut off early: whoever floods the port makes way for the others.
+
+    Args:
+        most: at a time.
+    """
+
+    def __init__(
+        self,
+        most: int = MOST_UNPROVED,
+        *,
+        patience_s: float = PATIENCE_S,
+        pressed_s: float = PRESSED_S,
+    ) -> None:
+        assert most > 0
+        assert 0 < pressed_s <= patience_s
+        self._most, self._patience_s, self._pressed_s = most, patience_s, pressed_s
+        self._inside: dict[int, tuple[float, str]] = {}
+        """Connection -> when it came, and from which host; oldest first."""
+        self._hosts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more may come now."""
+        return len(self._inside) >= self._most
+
+    def enter(self, conn: int, host: str, now: float) -> None:
+        """Count a connection that has come."""
+        assert not self.full
+        self._inside[conn] = (now, host)
+        self._hosts[host] += 1
+
+    def leave(self, conn: int) -> None:
+        """Count it no longer: it has proved itself, or is gone."""
+        if (entry := self._inside.pop(conn, None)) is not None:
+            self._hosts[entry[1]] -= 1
+            if not self._hosts[entry[1]]:
+                del self._hosts[entry[1]]
+
+    def due(self) -> float | None:
+        """Return when `overdue` is to be asked next; None: nobody is inside."""
+        for since, _ in self._inside.values():
+            return since + (self._pressed_s if self.full else self._patience_s)
+        return None
+
+    def overdue(self, now: float) -> list[int]:
+        """Return those that have to go by `now`, oldest first. They stay until they `leave`."""
+        late = [c for c, (since, _) in self._inside.items() if now - since >= self._patience_s]
+        if late or not self.full:
+            return late
+        slow = [(c, h) for c, (since, h) in self._inside.items() if now - since >= self._pressed_s]
+        if not slow:
+            return []
+        # Of all hosts with slow ones: who has most connections here.
+        busiest = max((host for _, host in slow), key=lambda host: self._hosts[host])
+        return [conn for conn, host in slow if host == busiest]
+
+
 class Endpoint:
     """One agent's listening socket and connections. All but the constructor on the thread.
 
@@ -337,7 +407,7 @@ class Endpoint:
         self.port: int = self._listener.getsockname()[1]
         self._links: dict[int, _Link] = {}
         self._accepted = itertools.count(1, 2)
-        self.limiter = AcceptLimiter(min(MOST, max(16, open_files() // 4)))
+        self.limiter = AcceptLimiter(min(MOST_UNPROVED, max(16, open_files() // 4)))
         self._looking = False
         network.endpoints.append(self)
 

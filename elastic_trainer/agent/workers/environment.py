@@ -1,9 +1,12 @@
-"""What each worker of a node is started with in an epoch, its environment above all."""
+"""What the workers of a node are started with: the agent's folder in memory, and variables."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,79 @@ from elastic_trainer.agent.wire.addresses import interface_of
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, so no disk can stall a heartbeat
+_PREFIX = "holdfast-"
+_LOCK = "owner"
+
+
+class Scratch:
+    """Makes the directory, and removes those of dead agents of this user on this machine.
+
+    An agent that is killed cannot tidy up, and its snapshots may be most of a node's memory.
+    A lock tells whether the owner lives: a process id may be another's, or of another namespace.
+
+    Args:
+        root: directory in memory; a temporary one where it cannot be written.
+    """
+
+    def __init__(self, run_id: str, node: str, *, root: Path = SHARED_MEMORY) -> None:
+        if not os.access(root, os.W_OK):
+            root = Path(tempfile.gettempdir())
+        _remove_stale(root)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-{node}-", dir=root))
+        self._lock = _lock(self.path)
+        self.snapshots = self.path / "snapshots"
+        self.snapshots.mkdir(mode=0o700)
+
+    def remove(self) -> None:
+        """Remove the directory and give its memory back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def make_again(path: Path, snapshots: Path | None) -> bool:
+    """Make a directory of this process again where somebody has removed it, or what is in it.
+
+    As systemd-logind does when the user's last session ends (RemoveIPC), and cleaners of /tmp.
+
+    Returns:
+        Whether anything was missing.
+    """
+    wanted = [path] if snapshots is None else [path, snapshots]
+    if all(each.is_dir() for each in wanted):
+        return False
+    for each in wanted:
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (path / _LOCK).exists():
+        _lock(path)  # until this process ends
+    return True
+
+
+def _lock(path: Path) -> int:
+    unlocked = path / "new"
+    lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unlocked.rename(path / _LOCK)  # seen only once it is locked
+    return lock
+
+
+def _remove_stale(root: Path) -> None:
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            if path.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another agent makes or removes it just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # its owner lives
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 def base_environment(
@@ -34,9 +110,9 @@ def base_environment(
     Args:
         inherited: the agent's own.
         workers: per node.
-        address: of this node, which picks the network interface.
-        run_dir: of a rendered run; None where only flags describe the job.
-        record_dir: where the job's events and logs are.
+        address: picks the network interface.
+        run_dir: None where only flags describe the job.
+        record_dir: has the job's events and logs.
     """
     env = dict(inherited)
     if workers > 1:
@@ -56,13 +132,7 @@ def base_environment(
 
 
 def launches_of(group: WorkerGroup, formed: EpochFormed, config: AgentConfig) -> list[Launch]:
-    """Return one launch per worker of this node, and write what they all read.
-
-    Args:
-        group: the node's workers, with their ranks of the epoch.
-        formed: the epoch; this node is one of its members.
-        config: of the node's agent.
-    """
+    """Return one launch per worker of this node, a member of the epoch; write what all read."""
     peers = _write_peers(formed, config.scratch)
     return [_launch(worker, group, formed, config, peers) for worker in group.workers]
 
@@ -121,7 +191,7 @@ def next_rung(formed: EpochFormed, ladder: Ladder) -> Rung:
 
 
 def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
-    """Say where the keepers of the epoch are, in a file: an environment is too small."""
+    """Write the addresses of the epoch's keepers to a file: an environment is too small."""
     for old in scratch.glob("*.peers.json"):
         old.unlink()
     path = scratch / f"{formed.epoch}.peers.json"

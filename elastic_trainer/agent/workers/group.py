@@ -16,7 +16,6 @@ from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
     WorkerGroup,
-    WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.events import Event, EventSource, record
@@ -25,30 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 
 from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import WorkerExited
-from elastic_trainer.agent.workers.settings import MembershipHandler
 
 CLOSE_S = 1.0
 """How long the agent's end waits for a site's handlers."""
-
-
-def worker_spec(
-    membership: MembershipHandler,
-    target: str,
-    *,
-    workers: int,
-    max_restarts: int,
-    role: str = "default",
-    event_log_handler: str = "null",
-) -> WorkerSpec:
-    """Return torchelastic's description of this node's workers, and of how they meet others."""
-    return WorkerSpec(
-        role=role,
-        local_world_size=workers,
-        rdzv_handler=membership,
-        entrypoint=target,
-        max_restarts=max_restarts,
-        event_log_handler=event_log_handler,
-    )
 
 
 def assign_ranks(group: WorkerGroup, formed: EpochFormed, me: Member) -> None:
@@ -120,8 +98,8 @@ class Telemetry:
     thread, for one that waits for a network must not hold up a recovery.
 
     Args:
-        group: of the node's workers, as it is when something is told.
-        host: the machine; never asked of the name service.
+        group: read whenever something is told.
+        host: never asked of the name service.
         clock: monotonic seconds.
     """
 

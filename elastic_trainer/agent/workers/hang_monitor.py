@@ -30,13 +30,7 @@ _NONE: tuple[int, tuple[float, ...]] = (0, ())
 
 
 class HangMonitor:
-    """Looks at the workers of one epoch; make a new one for the next.
-
-    Args:
-        config: of the agent.
-        workers: of this node.
-        clock: monotonic seconds.
-    """
+    """Looks at the workers of one epoch; make a new one for the next."""
 
     def __init__(self, config: AgentConfig, workers: Workers, clock: Callable[[], float]) -> None:
         self._config, self._workers, self._clock = config, workers, clock
@@ -126,7 +120,7 @@ class HangMonitor:
         return WorkersPaced(epoch=epoch, ranks=tuple(ranks)) if ranks else None
 
     def _settled(self, found: Mapping[int, Mapping[str, Front]]) -> dict[int, Mapping[str, Front]]:
-        """Return those of the fronts that an earlier look has seen as well."""
+        """Return the fronts that an earlier look has seen as well."""
         now = self._looked = self._clock()  # so that gathering them is no delay of the agent
         before, self._fronts = self._fronts, {}
         for rank, fronts in found.items():

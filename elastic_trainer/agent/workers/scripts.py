@@ -54,12 +54,10 @@ class Scripts:
     """The part of one agent that is for scripts; one epoch after the other.
 
     Args:
-        task: what the workers run.
-        log: the agent's events.
         say: says a line to people.
-        shown: where the steps go that the script shows, see script_steps.py; None: to `log`.
-        record_dir: where the job's events and logs are; None for none.
-        follower: follows the logs; None where there is nothing to show and to look for.
+        shown: takes the steps that the script shows, see script_steps.py; None: `log` does.
+        record_dir: has the job's events and logs.
+        follower: None: nothing in the logs is to be shown or looked for.
         split: stdout and stderr have logs of their own.
         grace_s: between the signal that asks to leave and SIGKILL.
         stop_signal: what asks workers to leave, in place of SIGTERM.
@@ -176,20 +174,17 @@ class Scripts:
     def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
         """Return the workers' readings, with the steps that were found in their logs."""
         steps = self._follower.steps(epoch) if self._follower is not None else {}
-        firsts = self._follower.first_steps(epoch) if self._follower is not None else {}
         merged = {rank: self.since_the_beginning(beat) for rank, beat in beats.items()}
-        for local_rank, (step, changes) in steps.items():
+        for local_rank, (step, changes, first) in steps.items():
             if (beat := merged.get(local_rank)) is not None:
                 merged[local_rank] = replace(
                     beat,
                     step=max(beat.step, step),
                     section=max(beat.section, Section.STEP),
                     counter=beat.counter + changes,
+                    first=first or beat.first,
+                    source=StepSource.OUTPUT if first else beat.source,
                 )
-                if first := firsts.get(local_rank, 0):
-                    merged[local_rank] = replace(
-                        merged[local_rank], first=first, source=StepSource.OUTPUT
-                    )
         return merged
 
     def on_console(self, local_rank: int) -> bool:

@@ -150,26 +150,18 @@ class LogFollower:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def steps(self, epoch: int) -> dict[int, tuple[int, int]]:
-        """Return local rank -> (step, changes) as found in the logs of `epoch` so far."""
+    def steps(self, epoch: int) -> dict[int, tuple[int, int, int]]:
+        """Return local rank -> (step, changes, first step above 0) in the logs of `epoch`."""
         with self._changed:
             found = self._epochs[-1] if self._epochs else None
             if found is None or found.number != epoch:
                 return {}
-            return {rank: (each.step, each.times) for rank, each in found.found.items()}
+            return {rank: (each.step, each.times, each.first) for rank, each in found.found.items()}
 
     def shows(self, local_rank: int, std: Std) -> bool:
         """Return whether the console has a stream of a worker."""
         streams = self._streams.get(local_rank)
         return streams is not None and std in streams.console
-
-    def first_steps(self, epoch: int) -> dict[int, int]:
-        """Return local rank -> the first step above 0 in the logs of `epoch`; 0: none yet."""
-        with self._changed:
-            found = self._epochs[-1] if self._epochs else None
-            if found is None or found.number != epoch:
-                return {}
-            return {rank: each.first for rank, each in found.found.items()}
 
     def close(self) -> None:
         """Show what was written last; takes at most `CLOSE_S`."""
@@ -190,8 +182,7 @@ class LogFollower:
                 more |= self._read(epoch)
             if more:
                 continue
-            over = epochs if closed else epochs[:-1]
-            for epoch in over:
+            for epoch in epochs if closed else epochs[:-1]:
                 self._finish(epoch)
             with self._changed:
                 # Never the newest: its steps are asked for until the next one comes.

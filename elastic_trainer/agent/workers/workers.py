@@ -74,11 +74,10 @@ class Workers:
     Every call returns at once but for `kill_all`, which has a deadline.
 
     Args:
-        task: what they run.
         env: of all of them.
-        zygote: one that runs already, for this task; None: it starts in an interpreter of its own.
+        zygote: runs already, for this task; None: one starts in its own interpreter.
         clock: monotonic seconds.
-        oom_kills: how many processes the kernel has killed for memory so far.
+        oom_kills: counts the processes that the kernel has killed for memory.
     """
 
     def __init__(

@@ -406,7 +406,7 @@ def check_leftovers(_: Expected) -> CheckResult:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether nobody holds the lock of an agent's folder (agent/workers/scratch.py)."""
+    """Return whether nobody holds the lock of an agent's folder (agent/workers/environment.py)."""
     try:
         lock = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_zygote as t
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.membership.notices import (
@@ -24,8 +25,8 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.stop_signals import Waker
-from elastic_trainer.agent.workers.group import JobResult, worker_spec
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.environment import Scratch
+from elastic_trainer.agent.workers.group import JobResult
 from elastic_trainer.agent.workers.settings import AgentConfig, SnapshotKeeper
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.ladder import Ladder
@@ -146,10 +147,11 @@ class Bench:
         )
         config = replace(config, **self.config)  # type: ignore[arg-type]
         membership = ScriptedMembership(waker, script)
-        spec = worker_spec(
-            membership,
-            task.target,
-            workers=self.num_workers,
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=self.num_workers,
+            rdzv_handler=membership,
+            entrypoint=task.target,
             max_restarts=3,
             event_log_handler=self.event_log_handler,
         )

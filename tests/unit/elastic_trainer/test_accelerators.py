@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.accelerators import (
+from elastic_trainer.agent.hardware import (
     Gpu,
     answering,
     ask,
@@ -64,7 +64,7 @@ def test_a_driver_that_does_not_answer_is_broken(tmp_path, monkeypatch):
     tool = tmp_path / "smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
-    monkeypatch.setattr("elastic_trainer.agent.accelerators.QUERY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("elastic_trainer.agent.hardware.QUERY_TIMEOUT_S", 0.1)
     assert healthy(4, ask((str(tool),)), None) == 0
 
 

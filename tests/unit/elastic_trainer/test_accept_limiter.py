@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.wire.accept_limiter import AcceptLimiter
 from elastic_trainer.agent.wire.client import Throttle
+from elastic_trainer.agent.wire.network import AcceptLimiter
 
 
 def test_who_is_slow_goes_when_patience_ends():

@@ -11,6 +11,7 @@ from typing import Any
 import agent_bench as a
 import pytest
 import test_zygote as t
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import Std
 
 from elastic_trainer.agent.agent import HoldfastAgent
@@ -24,7 +25,6 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.membership.tasks import Launch, Task
 from elastic_trainer.agent.stop_signals import Waker
-from elastic_trainer.agent.workers.group import worker_spec
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
@@ -449,7 +449,7 @@ def run(
             watch_all=False,
             settle_s=settle_s,
         ),
-        worker_spec(membership, task.target, workers=2, max_restarts=3),
+        WorkerSpec("default", 2, membership, entrypoint=task.target, max_restarts=3),
         workers=Workers(task, env=t.base_env()),
         waker=waker,
         log=log,

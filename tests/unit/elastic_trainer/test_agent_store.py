@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_trainer.agent.wire.store import EpochStore, parse_ports
+from elastic_trainer.agent.rendezvous import EpochStore
+from elastic_trainer.agent.wire.addresses import parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
 
 WAIT = timedelta(seconds=10)

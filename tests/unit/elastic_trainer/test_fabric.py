@@ -7,7 +7,7 @@ import os
 import pytest
 
 from elastic_trainer.agent import main
-from elastic_trainer.agent.fabric import FabricError, Port, check_fabric, chosen, nccl_net
+from elastic_trainer.agent.hardware import FabricError, Port, check_fabric, chosen, nccl_net
 
 VERBS = "libc.so.6"
 """A library that is there."""

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from elastic_trainer.worker.process_groups import OneThreadGloo
+from elastic_trainer.worker.torch_private import OneThreadGloo
 
 PROGRAM = """\
 import json, os, sys
 import torch
 from torch import distributed
-from elastic_trainer.worker.process_groups import keep_process_groups
+from elastic_trainer.worker.torch_private import keep_process_groups
 if "keep" in sys.argv:
     keep_process_groups()
 from torch.distributed import destroy_process_group  # as scripts do, after their start
@@ -50,7 +50,7 @@ NAMES_ABOVE_15_CHARACTERS = """\
 import os, sys, time
 import torch
 from torch import distributed as dist
-from elastic_trainer.worker.process_groups import use_one_thread
+from elastic_trainer.worker.torch_private import use_one_thread
 if "one" in sys.argv:
     use_one_thread()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

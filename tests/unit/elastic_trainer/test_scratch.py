@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.environment import Scratch
 
 HOLD = """
 import sys, pathlib
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.environment import Scratch
 scratch = Scratch("other", "node9", root=pathlib.Path(sys.argv[1]))
 print(scratch.path, flush=True)
 sys.stdin.read()

@@ -98,12 +98,13 @@ def test_the_console_gets_what_it_should_and_steps_are_found(tmp_path: Path, fol
             "--- 2026-01-31T12:00:00Z epoch 4 rank 0 local_rank 0 pid 5 forked ---\na\nb",
         )
     t.until(lambda: len(follower.steps(4)) == 3, "no steps")
-    assert follower.steps(4) == {0: (7, 1), 1: (8, 1), 2: (9, 1)}
+    assert follower.steps(4) == {0: (7, 1, 7), 1: (8, 1, 8), 2: (9, 1, 9)}
     assert follower.steps(3) == {}
     append(tmp_path / "0.err", "\rstep 8\rstep 9")  # a progress bar has no line ends
     append(tmp_path / "1.out", "step 8\nno step\n")  # said again: no progress
     append(tmp_path / "2.out", "step back to step 2\n")
-    t.until(lambda: follower.steps(4) == {0: (8, 2), 1: (8, 1), 2: (2, 2)}, "not found")
+    found = {0: (8, 2, 7), 1: (8, 1, 8), 2: (2, 2, 9)}
+    t.until(lambda: follower.steps(4) == found, "not found")
     follower.close()
     assert out.getvalue() == "step 7\n"
     assert sorted(err.getvalue().split("\n")) == sorted(
@@ -128,7 +129,7 @@ def test_an_epoch_is_shown_to_its_end_before_it_is_forgotten(tmp_path: Path, fol
     append(tmp_path / "one", "step 1\nlast words")
     follower.follow(2, [Followed(0, Std.OUT, tmp_path / "two", 0)])
     append(tmp_path / "two", "step 2\n")
-    t.until(lambda: follower.steps(2) == {0: (2, 1)}, "no step")
+    t.until(lambda: follower.steps(2) == {0: (2, 1, 2)}, "no step")
     t.until(lambda: "last words\n" in out.getvalue(), "not shown")
     follower.close()
     assert sorted(out.getvalue().splitlines()) == ["last words", "step 1", "step 2"]
@@ -139,7 +140,7 @@ def test_a_log_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path
     (tmp_path / "0.out").mkdir()
     follower.follow(1, followed(tmp_path, 0))
     append(tmp_path / "0.err", "step 5\n")
-    t.until(lambda: follower.steps(1) == {0: (5, 1)}, "no step")
+    t.until(lambda: follower.steps(1) == {0: (5, 1, 5)}, "no step")
     follower.close()
     assert out.getvalue().count("cannot be read") == 1
     assert err.getvalue() == "step 5\n"

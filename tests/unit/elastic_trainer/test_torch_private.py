@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 import elastic_trainer
 from elastic_trainer.worker import torch_private
-from elastic_trainer.worker.process_groups import OneThreadGloo
+from elastic_trainer.worker.torch_private import OneThreadGloo
 
 ROOT = Path(elastic_trainer.__file__).parent
 OPERATORS = ("torch.ops", "torch._foreach_")

@@ -18,15 +18,15 @@ from elastic_trainer.agent.membership.notices import (
     WorkersFailed,
     WorkersRunning,
 )
-from elastic_trainer.agent.workers import voice
-from elastic_trainer.agent.workers.voice import LONGEST_S, Voice, Waiting
+from elastic_trainer.agent.workers import reporter
+from elastic_trainer.agent.workers.reporter import LONGEST_S, Voice, Waiting
 
 __all__ = ["bench"]  # the fixture
 
 
 def test_nobody_waits_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
-    monkeypatch.setattr(voice, "STDERR", write)
+    monkeypatch.setattr(reporter, "STDERR", write)
     said, begin = Voice(), time.monotonic()
     for _ in range(10):
         said.say("x" * 65536)
@@ -88,7 +88,7 @@ def test_of_the_failures_of_an_epoch_the_first_has_its_last_lines(
 def test_the_coordinator_says_for_whom_it_waits(
     bench: Bench, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(voice, "FIRST_S", 0.2)
+    monkeypatch.setattr(reporter, "FIRST_S", 0.2)
 
     def script(m: ScriptedMembership) -> None:
         m.say(NodesAwaited(have=1, want=2, within_s=300.0, then="it gives up"))

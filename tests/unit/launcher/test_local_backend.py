@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.environment import Scratch
 from launcher.platforms.base import JobId
 from launcher.platforms.local import LocalCluster, loopback_address, process_table
 from launcher.spec.errors import PermanentError
