@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.data.source import Array, DataError, Source, Tokens, digest, map_array, reading
+from elastic_trainer.storage.files import megatron_prefixes
 
 FULL_CHECK = 1 << 22
 """Sequences; checked whole on opening up to this many."""
@@ -282,24 +283,16 @@ def read_megatron(path: Path) -> Source:
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
-    """Return the .bin and the .idx that `path` means; asking.py of `submit` decides alike."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    # A prefix may have dots of its own: appended to, never exchanged.
-    both = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    """Return the .bin and the .idx that `path` names."""
     with reading():
-        is_folder = not any(file.is_file() for file in both) and path.is_dir()
-    if is_folder:
-        with reading():
-            files = [file for file in path.iterdir() if file.suffix in (".bin", ".idx")]
-        prefixes = sorted({file.with_suffix("") for file in files})
-        if len(prefixes) != 1:
-            names = ", ".join(prefix.name for prefix in prefixes[:4]) or "none"
-            raise DataError(
-                f"HF701 data.path: {path} holds {len(prefixes)} datasets ({names}), a folder "
-                "must hold one pair of .bin and .idx: name one by its prefix"
-            )
-        both = Path(f"{prefixes[0]}.bin"), Path(f"{prefixes[0]}.idx")
-    return both
+        prefixes = megatron_prefixes(path)
+    if len(prefixes) != 1:
+        names = ", ".join(prefix.name for prefix in prefixes[:4]) or "none"
+        raise DataError(
+            f"HF701 data.path: {path} holds {len(prefixes)} datasets ({names}), a folder "
+            "must hold one pair of .bin and .idx: name one by its prefix"
+        )
+    return Path(f"{prefixes[0]}.bin"), Path(f"{prefixes[0]}.idx")
 
 
 def _decoded(head: bytes, file: Path) -> _Header:

@@ -228,3 +228,21 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+MEGATRON_PAIR: Final = (".bin", ".idx")
+
+
+def megatron_prefixes(path: Path) -> list[Path]:
+    """Return the prefixes of the Megatron datasets that `path` names.
+
+    A prefix, which may have dots, or one of its two files names one; a folder those it holds.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    prefix = path.with_suffix("") if path.suffix in MEGATRON_PAIR else path
+    # The suffix is appended to a prefix: with_suffix would replace what follows its last dot.
+    if any(Path(f"{prefix}{suffix}").is_file() for suffix in MEGATRON_PAIR) or not path.is_dir():
+        return [prefix]
+    return sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in MEGATRON_PAIR})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
+from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from launcher.fleet.ledger import Fleet
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
@@ -158,9 +159,6 @@ def _warning(code: str, message: str) -> Problem:
     return Problem(code=code, message=message, where=NOWHERE)
 
 
-_PAIR = (".bin", ".idx")
-
-
 def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
     """Return what keeps a job with relative paths in `base_dir` from running on this machine."""
     return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
@@ -188,35 +186,22 @@ def _bad_corpus(path: Path) -> tuple[str, str] | None:
 
 
 def _bad_pair(path: Path) -> tuple[str, str] | None:
-    """Return (code, message) unless `path` means a .bin and its .idx.
-
-    It may be their prefix, one of them, or a folder with one pair, as in the trainer's
-    data/megatron.py; a test holds the two together.
-    """
-    prefix = path.with_suffix("") if path.suffix in _PAIR else path
+    """Return (code, message) unless `path` names one Megatron dataset with something in it."""
     try:
-        there = [suffix for suffix in _PAIR if Path(f"{prefix}{suffix}").is_file()]
-        is_folder = not there and path.is_dir()
+        found = megatron_prefixes(path)
     except OSError as error:
         return "HF202", f"{path} cannot be looked at: {error.strerror}"
-    if is_folder:
-        problem = _unreadable(path)
-        files = [] if problem else [file for file in path.iterdir() if file.suffix in _PAIR]
-        found = sorted({file.with_suffix("") for file in files})
-        if len(found) != 1:
-            names = ", ".join(each.name for each in found[:4]) or "none"
-            message = (
-                f"{path} holds {len(found)} Megatron datasets ({names}), a folder must hold one "
-                "pair of .bin and .idx; name one by its prefix"
-            )
-            return problem or ("HF203", message)
-        prefix = found[0]
-    elif not there:
-        return "HF201", f"{prefix}.bin and {prefix}.idx do not exist; fix the path"
-    files = [Path(f"{prefix}{suffix}") for suffix in _PAIR]
+    if len(found) != 1:
+        names = ", ".join(each.name for each in found[:4]) or "none"
+        return "HF203", (
+            f"{path} holds {len(found)} Megatron datasets ({names}), a folder must hold one "
+            "pair of .bin and .idx; name one by its prefix"
+        )
+    files = [Path(f"{found[0]}{suffix}") for suffix in MEGATRON_PAIR]
     missing = [file for file in files if not file.is_file()]
     if missing:
-        return "HF201", f"{missing[0]} does not exist; a Megatron dataset has a .bin and an .idx"
+        absent = " and ".join(map(str, missing)) + (" does" if len(missing) == 1 else " do")
+        return "HF201", f"{absent} not exist; a Megatron dataset has a .bin and an .idx"
     return _bad_corpus(files[0]) or _bad_corpus(files[1])
 
 
