@@ -144,6 +144,14 @@ def family(pid: int) -> list[int]:
     return found
 
 
+def alive(pid: int) -> bool:
+    """Whether a process has not ended. Of one that has, its new parent may take note late."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

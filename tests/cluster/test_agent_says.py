@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from live_run import alive
 
 ROOT = Path(__file__).parents[2]
 AGENT = [sys.executable, "-m", "elastic_trainer.agent", "--local-addr", "127.0.0.1"]
@@ -69,12 +69,6 @@ def until(what, condition):
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
     return found
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def lines(said: str) -> list[str]:

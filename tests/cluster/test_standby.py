@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_run import LiveRun, family, live_run
+from live_run import LiveRun, alive, family, live_run
 from tiny_run import losses
 
 STANDBY = "elastic.standby=true"
@@ -88,7 +88,7 @@ def test_training_continues_in_standbys_with_the_same_numbers(case: str, tmp_pat
             assert summary["committed_steps_redone"] == 0
             curves.append(losses(run.path))
             left = [event.fields["pid"] for event in run.events("standby.ready")]
-        assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        assert not [pid for pid in left if alive(pid)]
     ours, theirs = curves
     assert all(ours[step] == theirs[step] for step in ours if step in theirs)
     assert len(ours.keys() & theirs.keys()) >= AFTER
@@ -109,7 +109,7 @@ def test_standbys_serve_the_rung_of_one_node_fewer(tmp_path: Path, *, agent_alon
         for pid in theirs[:1] if agent_alone else theirs:
             os.kill(pid, signal.SIGKILL)
         run.until(run.stepped_after(epoch), "no step after the kill", 60)
-        run.until(lambda: not [p for p in theirs[1:] if Path(f"/proc/{p}").exists()], "left", 20)
+        run.until(lambda: not [p for p in theirs[1:] if alive(p)], "left", 20)
         last = run.events("epoch.formed")[-1].epoch or 0
         assert how_started(run, last) == {"standby"}
         assert run.finish()["committed_steps_redone"] == 0

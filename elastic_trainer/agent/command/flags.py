@@ -208,7 +208,9 @@ def _keep_abbreviations(parser: argparse.ArgumentParser, theirs: argparse.Namesp
     names = {*vars(theirs), "help"}  # parsing adds to them
 
     def of_theirs(text: str) -> list[Any]:
-        return [each for each in found(text) if each[0].dest in names]
+        # An option may have two spellings, which are not ambiguous.
+        fits = {each[0].dest: each for each in found(text) if each[0].dest in names}
+        return list(fits.values())
 
     parser._get_option_tuples = of_theirs  # type: ignore[assignment, method-assign]  # noqa: SLF001
 
