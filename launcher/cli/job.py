@@ -156,7 +156,7 @@ def plan(
         raise UserError("HF125", f"{message}: waiting for replacements", where=where)
     spares = left - rung.num_nodes
     if as_json:
-        chosen = {"nodes": left, "spares": spares, "rung": rung_dict(rung)}
+        chosen = {"nodes": left, "spares": spares, "rung": rung_dict(spec, rung)}
         answer = {"ok": True, "problems": [], **plan_dict(spec, planned), "chosen": chosen}
         print_json(answer)
         return

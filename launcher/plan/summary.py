@@ -152,36 +152,37 @@ def ends(lines: Sequence[str], what: str) -> list[str]:
     return [*lines[:HEAD], f"... {between:,} more {what} (--all shows them)", *lines[-HEAD:]]
 
 
-def rung_dict(rung: Rung) -> dict[str, Any]:
-    """Return one rung as plain JSON types."""
+def rung_dict(spec: JobSpec, rung: Rung) -> dict[str, Any]:
+    """Return one rung as plain JSON types; None: only the script knows."""
     return {
         "num_nodes": rung.num_nodes,
         "layout": rung.layout.to_dict(),
         "text": str(rung.layout),
-        "micro_batches": rung.micro_batches,
+        "micro_batches": rung.micro_batches if spec.command is None else None,
         "memory_gib": rung.memory_gib,
         "no_sync": rung.no_sync,
     }
 
 
 def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain JSON types, as `--json` prints it."""
+    """Return the plan as plain JSON types, as `--json` prints it; None: only the script knows."""
     layout = plan.ladder.rungs[0].layout
+    model = {
+        "name": spec.model_name,
+        "num_params": spec.shape.num_params(),
+        "active_params": spec.shape.active_params(),
+    }
     return {
         "name": spec.name,
-        "model": {
-            "name": spec.model_name,
-            "num_params": spec.shape.num_params(),
-            "active_params": spec.shape.active_params(),
-        },
+        "model": model if spec.command is None else None,
         "layout": layout.to_dict(),
         "text": str(layout),
         "world_size": layout.world_size,
         "num_nodes": spec.cluster.nodes,
         "gpus_per_node": spec.cluster.gpus_per_node,
-        "global_batch": spec.train.global_batch,
+        "global_batch": spec.train.global_batch if spec.command is None else None,
         "command": None if spec.command is None else list(spec.command),
-        "ladder": [rung_dict(rung) for rung in plan.ladder.rungs],
+        "ladder": [rung_dict(spec, rung) for rung in plan.ladder.rungs],
         "snapshots": dataclasses.asdict(plan.snapshots),
         "warnings": [warning.to_dict() for warning in plan.warnings],
     }

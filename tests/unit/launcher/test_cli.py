@@ -108,6 +108,17 @@ def test_plan_for_the_nodes_left(job, capsys):
     assert "HF125 --nodes: 1 node left" in capsys.readouterr().err
 
 
+def test_what_only_a_script_knows_is_null(tmp_path, capsys):
+    text = "name: own\ncommand: train.py\ncluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}\n"
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(text + f"code: {{dir: {tmp_path}}}\n")
+    assert run_cli(["plan", str(tmp_path / "job.yaml"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["model"], plan["global_batch"]) == (None, None)
+    rungs = [*plan["ladder"], plan["chosen"]["rung"]]
+    assert {rung["micro_batches"] for rung in rungs} == {None}
+
+
 def test_long_lists_are_shortened_unless_all_is_asked_for(capsys):
     path = str(ROOT / "examples" / "llama3-405b.yaml")
     assert run_cli(["plan", path]) == 0
