@@ -41,7 +41,8 @@ def later(slurm, *acts):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "Watch", partial(watch.Watch, ask_s=0.1, look_s=0.05))
+    for module in ("launcher.runs.watching.watch", "launcher.cli.submit"):
+        monkeypatch.setattr(f"{module}.Watch", partial(watch.Watch, ask_s=0.1, look_s=0.05))
     monkeypatch.setattr(cancelling, "_POLL_S", 0.05)
 
 
