@@ -159,7 +159,7 @@ def _run(options: Options) -> int:
             log=log,
             scripts=_scripts(options, log, voice),
             keeper=keeper,
-            watchers=metrics,
+            metrics=metrics,
             voice=voice,
         )
         names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
