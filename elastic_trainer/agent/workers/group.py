@@ -97,10 +97,7 @@ class Telemetry:
     knows: restarts that remain, and the flakiness that follows from them. Handlers are called in a
     thread, for one that waits for a network must not hold up a recovery.
 
-    Args:
-        group: read whenever something is told.
-        host: never asked of the name service.
-        clock: monotonic seconds.
+    `group` is read whenever something is told; `host` is never asked of the name service.
     """
 
     def __init__(self, group: WorkerGroup, host: str, clock: Callable[[], float]) -> None:

@@ -53,15 +53,10 @@ class _StopSent:
 class Scripts:
     """The part of one agent that is for scripts; one epoch after the other.
 
-    Args:
-        say: says a line to people.
-        shown: takes the steps that the script shows, see script_steps.py; None: `log` does.
-        record_dir: has the job's events and logs.
-        follower: None: nothing in the logs is to be shown or looked for.
-        split: stdout and stderr have logs of their own.
-        grace_s: between the signal that asks to leave and SIGKILL.
-        stop_signal: what asks workers to leave, in place of SIGTERM.
-        from_scratch: the script may begin at its first step after each restart.
+    `shown` takes the steps that the script shows, see script_steps.py; by default `log` does.
+    Without a `follower` nothing in the logs is shown or looked for. With `split` stdout and stderr
+    have separate logs. `grace_s` is between `stop_signal`, which asks workers to leave in place of
+    SIGTERM, and SIGKILL. `from_scratch`: the script may begin at its first step after each restart.
     """
 
     def __init__(
@@ -147,11 +142,8 @@ class Scripts:
         self._was, self._now = self._now or self._was, None
         self._begun, self._compared = {}, False
         self._uses_api = self._ended_well = False
-        if (
-            not (known and (heard or not speaks))
-            and self._record_dir is not None
-            and self._task.kind != "main"
-        ):
+        seen = known and (heard or not speaks)
+        if not seen and self._record_dir is not None and self._task.kind != "main":
             # It is for people to read: storage that fails now must not stop a script.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 self._was = newest_shown(self._record_dir)
@@ -203,12 +195,11 @@ class Scripts:
     def look_back(self, beats: Mapping[int, Beat], *, ending: bool = False) -> Failure | None:
         """Compare where the script began in this epoch with what it had shown before; once.
 
-        Args:
-            beats: readings as `beats` returns them, of some workers.
-            ending: the epoch ends anyway.
+        `beats` are readings of some workers, as `beats` returns them; `ending`: the epoch ends
+        anyway.
 
         Returns:
-            HF517, it has begun at its first step again and may not go on; else None.
+            HF517, it has begun at its first step again and may not continue; else None.
         """
         if not self._speaks or self._task.kind == "main":
             return None
@@ -253,8 +244,9 @@ class Scripts:
                     "true (--rdzv-conf from_scratch=true)"
                 )
                 found = replace(found, now=replace(found.now, from_scratch=0))
-                self._now = found.now  # whoever starts it anew has the same two tries
+                self._now = found.now  # whoever starts it again has the same two tries
             self._say(reason)
+        now = found.now
         self._shown.emit(
             "script.restarted",
             step=found.first,
@@ -263,12 +255,11 @@ class Scripts:
             newest=found.newest,
             redone=found.redone,
             from_scratch=found.from_scratch,
-            by=found.now.source.name.lower(),
+            by=now.source.name.lower(),
             stops=stops,
             reason=reason,
         )
-        fields = found.now.to_fields()
-        self._shown.emit("script.progress", step=found.now.step, epoch=self._epoch, **fields)
+        self._shown.emit("script.progress", step=now.step, epoch=self._epoch, **now.to_fields())
         self._shown_step = max(self._shown_step, found.now.step)
         if not stops:
             return None
@@ -294,13 +285,7 @@ class Scripts:
     # -- requests as signals ----------------------------------------------------------------
 
     def ask(self, request: Request, now: float, name: str = signal.SIGTERM.name) -> None:
-        """Take a request that the workers' heartbeats have been given already.
-
-        Args:
-            request: of STOP and GROW.
-            now: by the clock.
-            name: of the signal that passes it on, the first time.
-        """
+        """Take a request that the workers' heartbeats have already: signal `name` passes it on."""
         if self._task.kind == "main" or not request & (Request.STOP | Request.GROW):
             return
         if self._stop is None:
@@ -318,11 +303,9 @@ class Scripts:
         return f"{name}: {what}, workers are asked to save and leave{within}{again}"
 
     def turn(self, now: float, workers: Workers) -> None:
-        """Send what is due: a signal to those who take no requests, SIGKILL to those who stay."""
+        """Send what is due: a signal to workers that take no requests, SIGKILL if they stay."""
         stop = self._stop
-        if stop is None:
-            return
-        if self.take_requests(workers):
+        if stop is None or self.take_requests(workers):
             return  # they leave at a step that they agree on
         for local_rank, pid in workers.pids().items():
             if local_rank not in stop.signalled:

@@ -34,13 +34,13 @@ ORPHANS_S = 2.0
 
 
 OOM_KILLED = "the kernel has killed processes of this machine for memory (oom_kill in /proc/vmstat)"
-"""What stands for the log of a worker that died of SIGKILL meanwhile."""
+"""Replaces the log of a worker that died of SIGKILL meanwhile."""
 
 
 def oom_kills() -> int:
-    """Return how many processes of this machine the kernel has killed for memory since it booted.
+    """Count the processes of this machine, in a container too, that the kernel killed for memory.
 
-    In a container too; 0 where the kernel does not tell.
+    Since it booted; 0 where the kernel does not tell.
     """
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
@@ -71,13 +71,8 @@ class _Started:
 class Workers:
     """The workers of the current epoch, and the zygote behind them.
 
-    Every call returns at once but for `kill_all`, which has a deadline.
-
-    Args:
-        env: of all of them.
-        zygote: runs already, for this task; None: one starts in its own interpreter.
-        clock: monotonic seconds.
-        oom_kills: counts the processes that the kernel has killed for memory.
+    Every call returns at once but for `kill_all`, which has a deadline. Without a `zygote` for this
+    task one starts in its own interpreter.
     """
 
     def __init__(
@@ -152,8 +147,7 @@ class Workers:
     def stand_by(self, env: Mapping[str, str]) -> None:
         """Prepare a process for each worker's place in the next epoch; `poll` says which is ready.
 
-        Args:
-            env: as the next launch's may be, where that differs from the one of this epoch.
+        `env` is what the next launch's may have that differs from this epoch's.
         """
         if self.task.fresh or self.task.kind == "command":
             return  # these start by exec
@@ -234,7 +228,7 @@ class Workers:
             self._replace_zygote("did not reap its workers")
         exits = [item for item in self._found if isinstance(item, WorkerExited)]
         lost = [item for item in self._found if isinstance(item, ZygoteLost)]
-        self._found = list(lost)
+        self._found = [*lost]
         return exits, [pid for item in lost for pid in item.unreapable]
 
     @property
@@ -304,11 +298,9 @@ class Workers:
                 self.cleared = True
                 continue
             worker = self._epoch.workers.get(message["local_rank"])
-            if worker is None:
-                continue
-            if message["event"] == "started":
+            if worker is not None and message["event"] == "started":
                 self._started(worker, message)
-            else:
+            elif worker is not None:
                 self._exited(message["local_rank"], worker, message["status"])
 
     # -- workers --------------------------------------------------------------------------
@@ -405,9 +397,7 @@ def has_run(beat: Beat) -> bool:
 def failure_of(exited: WorkerExited, *, beats: bool) -> Failure | None:
     """Classify the end of a worker; None for a good end.
 
-    Args:
-        exited: how it ended.
-        beats: its heartbeat tells how far it came; of a script without one nobody knows.
+    `beats`: its heartbeat tells how far it came; of a script without one nobody knows.
     """
     if exited.code in {EXIT_DONE, EXIT_SAVED}:
         return None
