@@ -180,7 +180,6 @@ class HoldfastAgent(ElasticAgent):
         with self._signals:
             try:
                 while self._stopped is None:
-                    self._tell_once_warm()
                     self._turn()
                 code, reason = self._stopped.code, self._stopped.reason
             except BaseException as error:
@@ -215,14 +214,11 @@ class HoldfastAgent(ElasticAgent):
 
     # -- the loop -------------------------------------------------------------------------
 
-    def _tell_once_warm(self) -> None:
-        """Say when workers can be forked: until then no epoch waits for this node."""
-        if not self._reported_ready and self._workers.ready:
-            self._reported_ready = True
-            self._membership.report(WorkersReady())
-
     def _turn(self) -> None:
         """Wait for something to happen, at most one tick, and serve it."""
+        if not self._reported_ready and self._workers.ready:  # until then no epoch waits for it
+            self._reported_ready = True
+            self._membership.report(WorkersReady())
         epoch = self._epoch
         timeout_s = 1.0 if epoch is None else self._config.tick_s
         if epoch is not None and epoch.held is not None:
@@ -272,8 +268,11 @@ class HoldfastAgent(ElasticAgent):
         match notice:
             case EpochFormed():
                 self._form(notice)
-            case EpochAborted():
-                self._abort(notice)
+            case EpochAborted(epoch=number) if epoch is not None and number >= epoch.formed.epoch:
+                self._reporter.aborted(notice)
+                if notice.stacks:
+                    self._reporter.dump_stacks(epoch)
+                self._kill_workers(notice.reason)
             case ShowWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
                 self._reporter.show(epoch, stalled=False)
             case AskWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
@@ -286,13 +285,6 @@ class HoldfastAgent(ElasticAgent):
                 self._reporter.say(text)
             case NodesAwaited():
                 self._reporter.awaited(notice)
-
-    def _abort(self, notice: EpochAborted) -> None:
-        if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
-            self._reporter.aborted(notice)
-            if notice.stacks:
-                self._reporter.dump_stacks(self._epoch)
-            self._kill_workers(notice.reason)
 
     def _stop(self, notice: JobStopped) -> None:
         if notice.over_in is not None:
@@ -609,7 +601,7 @@ class HoldfastAgent(ElasticAgent):
                 wish = StopAsked(reason=name, signal=name if passed_on else STOP_WORKERS)
             if type(wish) not in self._asked:
                 self._asked.add(type(wish))
-                self._scripts.agent_signalled()
+                self._scripts.signalled = True
                 self._membership.report(wish)
                 self._reporter.say(self._scripts.announce(name, alone=alone))
             elif again:

@@ -573,21 +573,17 @@ def become_zygote(
 
 def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
     die_with_parent(parent)
-    _close_all_but({0, 1, 2, sock.fileno()})
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
+        # What the agent was started with: a pipe that a worker holds open has no end.
+        if int(name) not in (0, 1, 2, sock.fileno()):
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(int(name))
     prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # sent to a whole step: the agent decides
     os.chdir(cwd)
     if not sys.flags.safe_path:
         del sys.path[0]  # of the agent; a script has its own folder there
     Zygote(sock, preload, parent=parent).serve()
-
-
-def _close_all_but(kept: set[int]) -> None:
-    """Close what the agent was started with: a pipe that a worker holds open has no end."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):  # of the listing itself
-                os.close(int(name))
 
 
 def main() -> int:

@@ -73,6 +73,7 @@ from elastic_trainer.agent.membership.roles import (
     ToSeeker,
     Transition,
     excluded_message,
+    live_message,
     unfit_message,
 )
 from elastic_trainer.agent.membership.seeker import SLOWEST_S
@@ -364,12 +365,8 @@ class Coordinator(Role):
         ctx, member = self.ctx, join.member
         node, host = member.node, member.host
         if join.job != ctx.job:
-            lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
-            return Reject(
-                code=EXIT_DO_NOT_RESTART,
-                reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
-                "wait for its end",
-            )
+            reason = live_message(ctx.job, ctx.me)
+            return Reject(code=EXIT_DO_NOT_RESTART, reason=reason)
         if differs := self._differs(join):
             ctx.log("member.refused", member=node, host=host, reason=differs)
             ctx.tell(Warned(text=f"{node} is refused: {differs}"))
@@ -516,7 +513,8 @@ class Coordinator(Role):
                 self.peers.lost_touch(peer, ctx.now)
                 if transition := self._lost(peer, f"silent for {silent_s:.1f} s"):
                     return transition
-        if self._is_cut_off():
+        late = ctx.now - self.lease.confirmed > ctx.settings.fence_s
+        if late and self.phase in BUSY and self.peers.unsure:  # they may have taken the lease
             self._end_epoch("cut off from other agents and from the board", ())
             return self.advance()
         return self.advance() if "alone" in ctx.timers else None
@@ -556,11 +554,6 @@ class Coordinator(Role):
         self.peers.remove(peer)
         for what in ("gone", "probe"):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
-
-    def _is_cut_off(self) -> bool:
-        """Whether agents that may live may have taken the lease, of which the board is silent."""
-        late = self.ctx.now - self.lease.confirmed > self.ctx.settings.fence_s
-        return late and self.phase in BUSY and bool(self.peers.unsure)
 
     def _may_be_cut_off(self) -> bool:
         """Whether most members have fallen silent at once: then this agent may be the lost one.
@@ -987,7 +980,7 @@ class Coordinator(Role):
         ctx = self.ctx
         ctx.excluded[host] = reason
         ctx.log("member.evicted", member=node, host=host, reason=reason, kind=kind)
-        there = self.peers.on_host(host)
+        there = [peer for peer in self.peers if peer.member.host == host]  # pods may share it
         nodes = tuple(p.member.node for p in there if p.member.agent_id in self.members)
         if nodes and self.phase in BUSY:
             self._end_epoch(f"{named(node, host)} was excluded: {reason}", nodes)

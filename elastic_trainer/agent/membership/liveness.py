@@ -80,10 +80,6 @@ class Peers:
         """Return the agent of a node."""
         return self._by_node.get(node)
 
-    def on_host(self, host: str) -> list[Peer]:
-        """Return the agents on a machine: mostly one, but pods may share it."""
-        return [peer for peer in self if peer.member.host == host]
-
     def probe(self, peer: Peer, conn: Conn) -> None:
         """Note that `conn` is being dialed to learn whether `peer` lives."""
         peer.probe = conn

@@ -106,7 +106,9 @@ def interface_of(address: str) -> str | None:
 
 def interfaces() -> list[Interface]:
     """Return this node's interfaces that have addresses, in the kernel's order."""
-    ipv6 = parse_if_inet6(_if_inet6())
+    ipv6: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        ipv6 = parse_if_inet6(Path("/proc/self/net/if_inet6").read_text(encoding="ascii"))
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -146,13 +148,6 @@ def parse_if_inet6(text: str) -> dict[str, list[str]]:
         if int(scope, 16) == 0 and not int(flags, 16) & _UNUSABLE:
             found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(address, 16))))
     return found
-
-
-def _if_inet6() -> str:
-    try:
-        return Path("/proc/self/net/if_inet6").read_text(encoding="ascii")
-    except OSError:
-        return ""  # a kernel without IPv6
 
 
 def _routed() -> list[str]:

@@ -172,9 +172,6 @@ class MembershipClient:
                     self._notify()
                 case Log(event, epoch, fields):
                     self._log(event, epoch, fields)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
         due = self._machine.next_timer()
         if due is not None and (self._timer is None or due < self._timer):
             self._timer = due

@@ -242,14 +242,8 @@ class Reporter:
 
     def started(self, started: WorkerStarted) -> None:
         """Put the start of a worker on record."""
-        self._log.emit(
-            "worker.started",
-            pid=started.pid,
-            local_rank=started.local_rank,
-            worker_rank=started.rank,
-            how=started.how,
-            why=started.why,
-        )
+        fields = dataclasses.asdict(started)
+        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
 
     def standby(self, ready: StandbyReady) -> None:
         """Put on record that a process waits for the next epoch."""

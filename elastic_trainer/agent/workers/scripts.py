@@ -14,10 +14,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
 
+from elastic_trainer.agent.hangs.stacks import size_of
 from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
-from elastic_trainer.agent.workers.workers import Workers, size_of
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.command import fill, values_of
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
@@ -78,8 +79,9 @@ class Scripts:
         self._grace_s, self._stop_signal = grace_s, stop_signal
         self._may_begin_anew = from_scratch
         self._stop: _StopSent | None = None
-        self._signalled = False
-        """This node's agent was signalled: a scheduler signals the workers beside it."""
+        self.signalled = False
+        """This node's agent was signalled: the request follows, and a scheduler signals the workers
+        beside it."""
         self._shown_step, self._shown_at = 0, float("-inf")
         self._epoch = 0
         self._before = self._newest = 0
@@ -327,14 +329,10 @@ class Scripts:
         """Return whether the script looks at what is asked for, by the API."""
         return any(beat.listens for beat in workers.beats().values())
 
-    def agent_signalled(self) -> None:
-        """Note that this node's agent was asked to stop or to leave; the request follows."""
-        self._signalled = True
-
     @property
     def asked(self) -> bool:
         """Whether scripts are being asked to leave: how they end from now on is no failure."""
-        return self._task.kind != "main" and (self._stop is not None or self._signalled)
+        return self._task.kind != "main" and (self._stop is not None or self.signalled)
 
     def classify(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
         """Return what the end of a worker means: one that was asked to leave did not fail.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.hangs.stacks import StackTarget
+from elastic_trainer.agent.hangs.stacks import StackTarget, size_of
 from elastic_trainer.agent.membership.tasks import (
     Happening,
     Launch,
@@ -87,7 +87,8 @@ class Workers:
         self.task, self._env, self._clock = task, dict(env), clock
         self._oom_kills = oom_kills
         self._zygote = zygote or self._start_zygote()
-        self._ready = False
+        self.ready = False
+        """The zygote has imported what it could, so that a launch begins at once."""
         self.cleared = True
         """Nothing that a worker of an ended epoch has started is left."""
         self._epoch = _Started()
@@ -102,11 +103,6 @@ class Workers:
     def zygote_pid(self) -> int:
         """Process id of the zygote."""
         return self._zygote.pid
-
-    @property
-    def ready(self) -> bool:
-        """Whether the zygote has imported what it could, so that a launch begins at once."""
-        return self._ready
 
     @property
     def alive(self) -> int:
@@ -216,7 +212,7 @@ class Workers:
             Those that ended, and the process ids of those that could not be made to.
         """
         deadline = self._clock() + deadline_s
-        if not self._ready:  # nothing was sent yet, so nobody is there to be killed
+        if not self.ready:  # nothing was sent yet, so nobody is there to be killed
             self._unsent.clear()
             for local_rank in list(self._epoch.workers):
                 self._forget(local_rank)
@@ -248,6 +244,7 @@ class Workers:
         return ZygoteClient.spawned(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
 
     def _replace_zygote(self, why: str) -> None:
+        self._unsent.clear()
         lost = list(self._epoch.workers.items())
         unreapable = self._zygote.close(ORPHANS_S)
         # Before the exits, of which it is the cause.
@@ -262,30 +259,28 @@ class Workers:
         )
         for local_rank, worker in lost:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
-        self._zygote, self._ready, self.cleared = self._start_zygote(), False, True
+        self._zygote, self.ready, self.cleared = self._start_zygote(), False, True
 
     def _flush(self) -> None:
         """Send what waits, once the zygote is warm: what was not sent can be taken back."""
-        if not self._ready:
+        if not self.ready:
             return
         try:
             while self._unsent:
                 self._zygote.send(**self._unsent[0])
                 self._unsent.pop(0)
         except ZygoteDiedError as error:
-            self._unsent.clear()
             self._replace_zygote(str(error))
 
     def _read(self, timeout_s: float) -> None:
         try:
             messages = self._zygote.receive(timeout_s)
         except ZygoteDiedError as error:
-            self._unsent.clear()
             self._replace_zygote(str(error))
             return
         for message in messages:
             if message["event"] == "ready":
-                self._ready = True
+                self.ready = True
                 self._flush()
                 continue
             if message["event"] == "standby":
@@ -379,14 +374,6 @@ def _read_tail(worker: _Local) -> str:
             return log.read(LOG_TAIL_BYTES).decode(errors="replace")
     except OSError as error:
         return f"(the log cannot be read: {error})"
-
-
-def size_of(log: Path) -> int:
-    """Return how long a log is so far, in bytes; 0 where there is none."""
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
 
 
 def has_run(beat: Beat) -> bool:
