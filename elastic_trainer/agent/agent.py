@@ -84,11 +84,7 @@ from elastic_trainer.agent.workers.group import (
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import (
-    AgentConfig,
-    MembershipHandler,
-    NodeStatus,
-)
+from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog

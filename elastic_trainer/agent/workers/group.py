@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.events import Event, EventSource, record
 from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
