@@ -23,7 +23,7 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.image import PAGE, Header, Image, encode_index, place
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Authenticate, KeeperAddress, PeerLink
-from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 
 KEY = bytes(KEY_BYTES)
 MEMORY = Path("/dev/shm")  # noqa: S108  where images are
@@ -34,8 +34,8 @@ FORK = mp.get_context("fork")
 
 def prove(*, server: bool) -> Authenticate:
     """Return one end's handshake."""
-    where = {"label": KEEPER_LABEL, "context": "bench", "timeout_s": 60.0}
-    return partial(authenticate, secret=Secret(KEY), server=server, **where)
+    badge = Badge(Secret(KEY), KEEPER_LABEL, "bench")
+    return partial(authenticate, badge=badge, server=server, timeout_s=60.0)
 
 
 def keep(directory: Path, pipe: Connection) -> None:

@@ -36,7 +36,7 @@ from elastic_trainer.state.state import TrainingState, create_optimizer_state
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid
-from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 from launcher.plan.search import plan
 from launcher.platforms.local import die_with_parent
 from launcher.render.local import render_local
@@ -49,14 +49,8 @@ WORLD_S = 300.0
 
 def prove(*, server: bool) -> Callable[..., None]:
     """Return the handshake of the benchmark's workers and keepers."""
-    return partial(
-        authenticate,
-        secret=Secret(b"b" * KEY_BYTES),
-        server=server,
-        label=KEEPER_LABEL,
-        context="bench",
-        timeout_s=10.0,
-    )
+    badge = Badge(Secret(b"b" * KEY_BYTES), KEEPER_LABEL, "bench")
+    return partial(authenticate, badge=badge, server=server, timeout_s=10.0)
 
 
 def _keep(directory: Path, pipe: Connection, tie: Callable[[], None]) -> None:

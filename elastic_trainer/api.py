@@ -147,7 +147,7 @@ class WorkerRun:
         self._names = (*self._names, name)
         self._state = ScriptCheckpointer(env, checkpoint, training=name, before=earlier)
         if self._counter is not None:
-            self._counter.listen()
+            self._counter.heartbeat.listen()
             self._counter.report(None if earlier else 0, Section.RESTORING)
 
     @property
@@ -277,7 +277,7 @@ class WorkerRun:
         self._newest, at = step, self._state.base + step
         now = time.monotonic()
         seconds, self._last_mono = now - self._last_mono, now
-        agreed, self.sums = self._state.agree(at, self._counter.asked(), numbers)
+        agreed, self.sums = self._state.agree(at, self._counter.heartbeat.asked(), numbers)
         asked, committed = agreed.requests, agreed.committed
         self._report(at, Section.STEP, committed)
         fields = {"loss": loss, "step_s": round(seconds, 6), **self._state.which(at)}
@@ -293,7 +293,7 @@ class WorkerRun:
                 )
             return True
         if Request.SAVE in asked:
-            self._counter.save_served()
+            self._counter.heartbeat.save_served()
             self.save(step)
         return False
 

@@ -33,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.hangs.stacks import is_stuck
+from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.attribution import gather
 from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.lease import is_of
@@ -61,6 +62,7 @@ from elastic_trainer.agent.membership.tasks import (
     WorkerStarted,
     ZygoteLost,
 )
+from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.stop_signals import (
     AGAIN_S,
     LEAVE,
@@ -82,13 +84,7 @@ from elastic_trainer.agent.workers.group import (
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import (
-    AgentConfig,
-    MembershipHandler,
-    NodeStatus,
-    SnapshotKeeper,
-    Watchers,
-)
+from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog
@@ -109,16 +105,10 @@ ZYGOTES_LOST = 4
 class HoldfastAgent(ElasticAgent):
     """Runs this node's workers as membership says, until the job stops.
 
-    One thread, one loop: it waits for notices, for the zygote and for the clock. It owns
-    no accelerator and keeps nothing that a worker's death could harm.
-
-    Args:
-        spec: its rendezvous handler is a `MembershipHandler`, closed at the end of `run`;
-            `waker.wake` must be called when it has a notice.
-        workers: closed at the end of `run`.
-        keeper: None: the node keeps no snapshots.
-        watchers: are shown how the node is.
-        clock: monotonic seconds.
+    One thread, one loop: it waits for notices, for the zygote and for the clock. It owns no
+    accelerator and keeps nothing that a worker's death could harm. The rendezvous handler in `spec`
+    is a `MembershipHandler` that calls `waker.wake` when it has a notice; `run` closes it, and
+    `workers`, at its end.
     """
 
     def __init__(
@@ -130,13 +120,12 @@ class HoldfastAgent(ElasticAgent):
         waker: Waker,
         log: EventLog,
         scripts: Scripts | None = None,
-        keeper: SnapshotKeeper | None = None,
-        watchers: Watchers | None = None,
+        keeper: Keeper | None = None,
+        metrics: NodeMetrics | None = None,
         voice: Voice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._workers = config, workers
-        self._watchers = watchers
+        self._config, self._workers, self._metrics = config, workers, metrics
         self._membership: MembershipHandler = spec.rdzv_handler
         self._waker, self._log, self._clock = waker, log, clock
         self._keeper = keeper
@@ -187,7 +176,6 @@ class HoldfastAgent(ElasticAgent):
         with self._signals:
             try:
                 while self._stopped is None:
-                    self._tell_once_warm()
                     self._turn()
                 code, reason = self._stopped.code, self._stopped.reason
             except BaseException as error:
@@ -222,18 +210,15 @@ class HoldfastAgent(ElasticAgent):
 
     # -- the loop -------------------------------------------------------------------------
 
-    def _tell_once_warm(self) -> None:
-        """Say when workers can be forked: until then no epoch waits for this node."""
-        if not self._reported_ready and self._workers.ready:
-            self._reported_ready = True
-            self._membership.report(WorkersReady())
-
     def _turn(self) -> None:
         """Wait for something to happen, at most one tick, and serve it."""
-        busy = self._epoch is not None
-        timeout_s = self._config.tick_s if busy else 1.0
-        if busy and self._epoch is not None and self._epoch.held is not None:
-            timeout_s = min(timeout_s, self._epoch.held_until - self._clock())
+        if not self._reported_ready and self._workers.ready:  # until then no epoch waits for it
+            self._reported_ready = True
+            self._membership.report(WorkersReady())
+        epoch = self._epoch
+        timeout_s = 1.0 if epoch is None else self._config.tick_s
+        if epoch is not None and epoch.held is not None:
+            timeout_s = min(timeout_s, epoch.held_until - self._clock())
         watched = [self._waker.fileno(), *([] if self._left else [self._workers.fileno()])]
         select.select(watched, [], [], max(0.0, timeout_s))
         self._waker.drain()
@@ -245,18 +230,18 @@ class HoldfastAgent(ElasticAgent):
             self._look_at_heartbeats()
         status = self._status()
         self._reporter.look(waits=status.state == "waiting")
-        if self._watchers is not None:
-            self._watchers.show(status)
+        if self._metrics is not None:
+            self._metrics.show(status)
 
     def _status(self) -> NodeStatus:
         formed, epoch, me = self._formed, self._epoch, self._config.me
+        state = "waiting"
         if self._left:
             state = "left"
         elif epoch is not None:
             state = "in"
-        else:
-            spares = () if formed is None else formed.spares
-            state = "spare" if any(each.agent_id == me.agent_id for each in spares) else "waiting"
+        elif formed is not None and me.agent_id in {each.agent_id for each in formed.spares}:
+            state = "spare"
         return NodeStatus(
             state=state,
             epoch=0 if formed is None else formed.epoch,
@@ -270,37 +255,32 @@ class HoldfastAgent(ElasticAgent):
 
     def _list_agents(self, formed: EpochFormed) -> None:
         """Have the run's agents listed, if this one coordinates: it alone knows them all."""
-        if self._watchers is not None and formed.coordinator == self._config.me.node:
+        if self._metrics is not None and formed.coordinator == self._config.me.node:
             everyone = (*formed.members, *formed.spares, *formed.left)
-            self._watchers.list_agents(formed.epoch, everyone)
+            self._metrics.list_agents(formed.epoch, everyone)
 
     def _serve_notice(self, notice: Notice) -> None:
+        epoch = self._epoch
         match notice:
             case EpochFormed():
                 self._form(notice)
-            case EpochAborted():
-                self._abort(notice)
-            case ShowWorkers():
-                if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
-                    self._reporter.show(self._epoch, stalled=False)
-            case AskWorkers():
-                if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
-                    self._workers.ask(notice.request)
-                    self._scripts.ask(notice.request, self._clock(), notice.signal)
-                    self._forgive(self._epoch)
+            case EpochAborted(epoch=number) if epoch is not None and number >= epoch.formed.epoch:
+                self._reporter.aborted(notice)
+                if notice.stacks:
+                    self._reporter.dump_stacks(epoch)
+                self._kill_workers(notice.reason)
+            case ShowWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
+                self._reporter.show(epoch, stalled=False)
+            case AskWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
+                self._workers.ask(notice.request)
+                self._scripts.ask(notice.request, self._clock(), notice.signal)
+                self._forgive(epoch)
             case JobStopped():
                 self._stop(notice)
             case Warned(text=text):
                 self._reporter.say(text)
             case NodesAwaited():
                 self._reporter.awaited(notice)
-
-    def _abort(self, notice: EpochAborted) -> None:
-        if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
-            self._reporter.aborted(notice)
-            if notice.stacks:
-                self._reporter.dump_stacks(self._epoch)
-            self._kill_workers(notice.reason)
 
     def _stop(self, notice: JobStopped) -> None:
         if notice.over_in is not None:
@@ -313,14 +293,14 @@ class HoldfastAgent(ElasticAgent):
     def _over_before(self, notice: JobStopped, over_in: str) -> JobStopped:
         """Return how an agent ends that finds the job over: nothing is run."""
         config = self._config
-        anew = "to run it anew, name another --rdzv-id"
+        again = "to run it again, name another --rdzv-id"
         if notice.code != EXIT_DONE:
-            anew = f"to continue it, name another --job than {over_in}; {anew}"
-            return replace(notice, reason=f"it ended before: {notice.reason}; {anew}")
+            again = f"to continue it, name another --job than {over_in}; {again}"
+            return replace(notice, reason=f"it ended before: {notice.reason}; {again}")
         late = config.named_job is not None and is_of(config.named_job, over_in)
         if config.if_done == "ok" or (config.if_done is None and late):
             return replace(notice, reason=f"nothing is run: {notice.reason}")
-        said = f"HF522 nothing is run: {notice.reason}; {anew}; --if-done ok ends with 0"
+        said = f"HF522 nothing is run: {notice.reason}; {again}; --if-done ok ends with 0"
         return replace(notice, code=EXIT_DO_NOT_RESTART, reason=said)
 
     def _form(self, formed: EpochFormed) -> None:
@@ -431,13 +411,9 @@ class HoldfastAgent(ElasticAgent):
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._scripts.ended(finished=epoch.finished)
+        number, saved = epoch.formed.epoch, self._scripts.saved
         self._membership.report(
-            WorkersEnded(
-                epoch=epoch.formed.epoch,
-                finished=epoch.finished,
-                step=epoch.step,
-                saved=self._scripts.saved,
-            )
+            WorkersEnded(epoch=number, finished=epoch.finished, step=epoch.step, saved=saved)
         )
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
@@ -495,12 +471,9 @@ class HoldfastAgent(ElasticAgent):
                 epoch.step = max(epoch.step, exited.beat.step)
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
-            self._reporter.exited(
-                exited,
-                failure,
-                f"killed by the agent: {reason}" if killed else "",
-                shown=self._scripts.on_console(exited.local_rank),
-            )
+            detail = f"killed by the agent: {reason}" if killed else ""
+            shown = self._scripts.on_console(exited.local_rank)
+            self._reporter.exited(exited, failure, detail, shown=shown)
         if epoch is not None:
             self._show_progress(epoch, last=True)
         if had:
@@ -545,9 +518,8 @@ class HoldfastAgent(ElasticAgent):
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
         # A worker can have completed a step before the zygote's word of its start is read.
-        if epoch.started == len(beats) == self._config.workers and all(
-            map(has_run, beats.values())
-        ):
+        all_started = epoch.started == len(beats) == self._config.workers
+        if all_started and all(map(has_run, beats.values())):
             self._now_running(epoch)
         epoch.monitor.look()
         if (paced := epoch.monitor.paced(epoch.formed.epoch)) is not None:
@@ -584,10 +556,9 @@ class HoldfastAgent(ElasticAgent):
         if keeper is None or not keeper.holds_any():
             return
         urged = 2 if self._config.leaves_alone else 1
+        until = begun + SERVE_S
         while (
-            (holds := keeper.holds_any())
-            and self._clock() - begun < SERVE_S
-            and len(self._urgings) < urged
+            (holds := keeper.holds_any()) and self._clock() < until and len(self._urgings) < urged
         ):
             select.select([self._waker.fileno()], [], [], self._config.tick_s)
             self._waker.drain()
@@ -626,7 +597,7 @@ class HoldfastAgent(ElasticAgent):
                 wish = StopAsked(reason=name, signal=name if passed_on else STOP_WORKERS)
             if type(wish) not in self._asked:
                 self._asked.add(type(wish))
-                self._scripts.agent_signalled()
+                self._scripts.signalled = True
                 self._membership.report(wish)
                 self._reporter.say(self._scripts.announce(name, alone=alone))
             elif again:

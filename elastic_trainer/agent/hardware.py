@@ -47,8 +47,7 @@ DEVICES = Path("/sys/bus/pci/devices")
 def ask(query: Sequence[str] = QUERY) -> list[Gpu] | None:
     """Return the GPUs of this machine that answer; None: the tool is not here, so nobody knows.
 
-    Args:
-        query: command that prints a line with index, UUID and address on the bus for each.
+    `query` prints a line with index, UUID and address on the bus for each.
     """
     if shutil.which(query[0]) is None:
         return None
@@ -62,14 +61,9 @@ def ask(query: Sequence[str] = QUERY) -> list[Gpu] | None:
 
 
 def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu | None]:
-    """Return what workers see, in the order of their local ranks. Pure.
+    """Return the GPU of each device that workers see, by local rank; None: part of one (MIG). Pure.
 
-    Args:
-        gpus: all that answer.
-        visible: CUDA_VISIBLE_DEVICES; None: all. Indices, or UUIDs or beginnings of them.
-
-    Returns:
-        Of each device the GPU; None: it is another name, as of a part of a GPU (MIG).
+    `visible` is CUDA_VISIBLE_DEVICES: indices, or UUIDs or beginnings of them; None: all `gpus`.
     """
     if visible is None:
         return list(gpus)
@@ -86,10 +80,7 @@ def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu | None]:
 def healthy(wanted: int, gpus: Sequence[Gpu] | None, visible: str | None) -> int:
     """Return how many accelerators workers can use here, at most `wanted`. Pure.
 
-    Args:
-        wanted: workers of this node, one for each accelerator.
-        gpus: those that answer; None: nobody knows, and workers have to find out.
-        visible: CUDA_VISIBLE_DEVICES; None: all.
+    Arguments as in `seen`; `gpus` None: nobody knows, and workers have to find out.
     """
     return wanted if gpus is None else min(wanted, len(gpus), len(seen(gpus, visible)))
 
@@ -97,18 +88,10 @@ def healthy(wanted: int, gpus: Sequence[Gpu] | None, visible: str | None) -> int
 def local_cpus(
     gpus: Sequence[Gpu | None], allowed: Collection[int], devices: Path = DEVICES
 ) -> list[frozenset[int] | None]:
-    """Return the CPUs on which the worker of each GPU runs: those near it.
+    """Return the CPUs near each GPU, by local rank: its worker runs on them.
 
-    Workers of GPUs that share their CPUs share the set.
-
-    Args:
-        gpus: by local rank.
-        allowed: CPUs that this process may use.
-        devices: of the PCI bus, in sysfs.
-
-    Returns:
-        Of each GPU a set; None: all that are allowed, because the machine has one NUMA node or does
-        not say, or because the job has fewer CPUs near the GPUs than there are workers for them.
+    GPUs that share their CPUs share the set. None: all that are allowed, because the machine has
+    one NUMA node or does not say, or because the job has fewer CPUs near the GPUs than workers.
     """
     sets = [frozenset(allowed) & _near(gpu, devices) for gpu in gpus]
     workers = Counter(sets)
@@ -118,13 +101,8 @@ def local_cpus(
 def numa_cpus(mode: str, workers: int, python: str = sys.executable) -> list[set[int]]:
     """Return the CPUs of each worker as torchrun's --numa-binding chooses them, by local rank.
 
-    PyTorch has CUDA say where a GPU is. That is done in a process of its own, whose context is gone
-    when it ends: the agent must have none.
-
-    Args:
-        mode: torch.numa.binding.AffinityMode.
-        workers: of this node; each has the GPU of its local rank.
-        python: interpreter that has torch.
+    PyTorch has CUDA say where a GPU is. Another process does that, whose context is gone when it
+    ends: the agent must have none. `mode` is a torch.numa.binding.AffinityMode.
 
     Raises:
         ValueError: why there is no answer.
@@ -145,7 +123,7 @@ def numa_cpus(mode: str, workers: int, python: str = sys.executable) -> list[set
 
 
 def _near(gpu: Gpu | None, devices: Path) -> frozenset[int]:
-    """Return the CPUs of a GPU's NUMA node; none: not known."""
+    """Return the CPUs of a GPU's NUMA node; empty: not known."""
     if gpu is None:
         return frozenset()
     domain, _, rest = gpu.bus_id.lower().partition(":")
@@ -198,11 +176,6 @@ class Port(NamedTuple):
 def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VERBS) -> None:
     """Check that this node has the fabric that the job file names, if it names one.
 
-    Args:
-        env: of the agent.
-        root: holds sys and dev.
-        verbs: the library that NCCL loads.
-
     Raises:
         FabricError: HF505, what is missing.
     """
@@ -233,9 +206,7 @@ def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VE
 def nccl_net(env: Mapping[str, str], plugin: str = PLUGIN) -> dict[str, str]:
     """Return NCCL_NET where it shuts out nothing, so that a link lost later is an error, too.
 
-    Args:
-        env: of the agent; NCCL_NET and NCCL_NET_PLUGIN of the user stay as they are.
-        plugin: the library.
+    The user's NCCL_NET and NCCL_NET_PLUGIN stay as they are.
     """
     if env.get(FABRIC_VARIABLE) not in _LINK_LAYERS or {"NCCL_NET", "NCCL_NET_PLUGIN"} & env.keys():
         return {}
@@ -246,13 +217,7 @@ def nccl_net(env: Mapping[str, str], plugin: str = PLUGIN) -> dict[str, str]:
 
 
 def serves(port: Port, fabric: str, wanted: str) -> bool:
-    """Return whether NCCL can use a port for `fabric`. Pure.
-
-    Args:
-        port: one of this node's.
-        fabric: infiniband, roce or efa.
-        wanted: NCCL_IB_HCA: names or beginnings of names of adapters; empty: all.
-    """
+    """Return whether NCCL can use a port for `fabric`; `wanted` is NCCL_IB_HCA. Pure."""
     if not (port.active and port.usable):
         return False
     if fabric == "efa":

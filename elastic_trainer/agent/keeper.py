@@ -46,15 +46,11 @@ _MOST_TIMES: Final = 64
 
 
 class Keeper:
-    """Serves images in `directory` over TCP.
+    """Serves images in `directory`, which the caller has made in memory, over TCP.
 
-    Args:
-        directory: in memory, made by the caller, gone with the agent.
-        ports: tried in turn; `range(1)` lets the system pick.
-        links: more addresses to listen on, which writers of copies take by turns.
-        authenticate: called on every new connection; raises when the peer does not prove
-            that it belongs to this job.
-        key: of the run's images.
+    `links` are more addresses to listen on, which writers of copies take by turns. `authenticate`
+    is called on every new connection, and raises when the peer does not prove that it belongs to
+    this job. `key` is that of the run's images.
 
     Raises:
         OSError: no port is free.
@@ -192,9 +188,8 @@ class Keeper:
         slot = _number(message["slot"], NUM_SLOTS)
         times = _number(message["times"], _MOST_TIMES)
         try:
-            path = self._directory / file_name(
-                "copy", epoch=header.epoch, rank=header.rank, slot=slot
-            )
+            name = file_name("copy", epoch=header.epoch, rank=header.rank, slot=slot)
+            path = self._directory / name
             if header.epoch < self._oldest_epoch:
                 raise TornImageError(f"epoch {header.epoch} is over")  # noqa: TRY301
             image = kept.open(path, header.total_bytes, times)

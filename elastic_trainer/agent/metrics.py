@@ -39,9 +39,7 @@ _CLOSE_S: Final = 2.0
 class NodeMetrics:
     """Serves what the agent last said of its node; a collector of prometheus-client.
 
-    Args:
-        path: the list of the run's agents; None: it is not written.
-        port: the same for every agent of the run.
+    `path` is the list of the run's agents; `port` is the same for every agent of the run.
     """
 
     def __init__(
@@ -85,10 +83,10 @@ class NodeMetrics:
         try:
             self._server = _MetricsServer(address, self.port)
         except OSError as error:
-            where = f"{address}:{self.port}"
+            where, why = f"{address}:{self.port}", error.strerror or error
             sys.stderr.write(
-                f"holdfast agent: no metrics of this node: cannot listen on {where}: "
-                f"{error.strerror or error}; see network.metrics_port\n"
+                f"holdfast agent: no metrics of this node: cannot listen on {where}: {why}; "
+                "see network.metrics_port\n"
             )
             return
         self.port = self._server.server_port

@@ -59,6 +59,7 @@ from elastic_trainer.storage.storage_probe import probe_storage
 from elastic_trainer.worker.fresh_process import CODE, SOURCE, frozen_python_path
 from elastic_trainer.worker.process import ask_for_a_name, cpu_list, open_files
 from elastic_trainer.worker.secret import (
+    Badge,
     Secret,
     SecretError,
     adopt_secret,
@@ -159,7 +160,7 @@ def _run(options: Options) -> int:
             log=log,
             scripts=_scripts(options, log, voice),
             keeper=keeper,
-            watchers=metrics,
+            metrics=metrics,
             voice=voice,
         )
         names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
@@ -174,7 +175,7 @@ def _network(options: Options) -> tuple[str, range]:
     """Return the address that peers are told, and the ports to listen on.
 
     Raises:
-        OptionsError: HF504 there are none; HF512 --master-port cannot be had.
+        OptionsError: HF504 no address or port fits; HF512 --master-port cannot be had.
     """
     network = options.network
     try:
@@ -189,11 +190,8 @@ def _network(options: Options) -> tuple[str, range]:
         try:
             listen(EVERYWHERE, range(port, port + 1)).close()
         except OSError as error:
-            raise OptionsError(
-                "HF512",
-                f"--master-port {port} cannot be had on this machine: {error.strerror}; give "
-                "another one, or leave it out",
-            ) from error
+            message = f"--master-port {port} cannot be had on this machine: {error.strerror}"
+            raise OptionsError("HF512", f"{message}; give another, or leave it out") from error
     return address, ports
 
 
@@ -231,12 +229,11 @@ def _environment(options: Options, address: str) -> dict[str, str]:
 
 def _metrics(options: Options, address: str) -> NodeMetrics | None:
     """Serve this node's metrics where the job asks for them, at the address of its network."""
-    port = options.network.metrics_port
+    port, record = options.network.metrics_port, options.record_dir
     if port is None:
         return None
-    # By the name of its directory, as `holdfast metrics` has it.
-    run = options.record_dir.name
-    metrics = NodeMetrics(run, options.node, path=options.record_dir / METRICS_TARGETS, port=port)
+    # The run by the name of its directory, as `holdfast metrics` has it.
+    metrics = NodeMetrics(record.name, options.node, path=record / METRICS_TARGETS, port=port)
     metrics.start(address)
     return metrics
 
@@ -250,10 +247,8 @@ def _keeper(
         ports,
         authenticate=partial(
             authenticate,
-            secret=secret,
+            badge=Badge(secret, KEEPER_LABEL, options.run_id),
             server=True,
-            label=KEEPER_LABEL,
-            context=options.run_id,
             timeout_s=AUTHENTICATE_S,
         ),
         key=secret.sign(IMAGES, options.run_id.encode()),
@@ -262,7 +257,7 @@ def _keeper(
 
 
 def _links(options: Options) -> list[str]:
-    """Return the addresses of the interfaces for copies; what one lacks is said, no more."""
+    """Return the addresses of the interfaces for copies; say what is missing."""
     if not (asked := options.network.copy_interfaces):
         return []
     found = interfaces()
@@ -289,6 +284,9 @@ def _join(
 ) -> HoldfastRendezvous:
     """Listen for peers and take this node's place in the job."""
     workers = options.workers
+    put_back = None
+    if options.secret_file is None:
+        put_back = partial(secret.publish, options.shared_dir)
     return HoldfastRendezvous(
         Place(
             address=address,
@@ -317,13 +315,7 @@ def _join(
             on_damage=lambda reason: log.emit("board.damaged", reason=reason),
         ),
         log=partial(
-            _log,
-            log,
-            voice=voice,
-            failing=Waiting(time.monotonic() - FIRST_S),
-            put_back=None
-            if options.secret_file is not None
-            else partial(secret.publish, options.shared_dir),
+            _log, log, voice=voice, failing=Waiting(time.monotonic() - FIRST_S), put_back=put_back
         ),
         notify=waker.wake,
         crashed=die,
@@ -333,8 +325,7 @@ def _join(
 def _terms(options: Options) -> dict[str, str]:
     """Return what this node's agent has to have in common with the others, in words for people."""
     task, elastic = options.task, options.elastic
-    fields = dataclasses.fields(elastic)
-    values = ((each, getattr(elastic, each.name)) for each in fields)
+    values = ((each, getattr(elastic, each.name)) for each in dataclasses.fields(elastic))
     changed = (f"{each.name}={value}" for each, value in values if value != each.default)
     return {
         "agent": "holdfast",
@@ -349,7 +340,7 @@ def _terms(options: Options) -> dict[str, str]:
 
 
 def _version(distribution: str) -> str:
-    """Return which version is installed; of what runs from a folder, as sources, nobody knows."""
+    """Return which version is installed; a folder of sources has none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -410,7 +401,7 @@ def _scripts(options: Options, log: EventLog, voice: Voice) -> Scripts:
 
 
 def _bound_cpus(options: Options) -> tuple[str, ...]:
-    """Return the CPUs of each worker that --numa-binding asks for; none: it was not given.
+    """Return the CPUs of each worker that --numa-binding asks for; empty: it was not given.
 
     Raises:
         OptionsError: HF513.
@@ -420,9 +411,8 @@ def _bound_cpus(options: Options) -> tuple[str, ...]:
     try:
         return tuple(map(cpu_list, numa_cpus(options.numa_binding, options.workers)))
     except ValueError as error:
-        raise OptionsError(
-            "HF513", f"--numa-binding {options.numa_binding}: {error}; leave it out"
-        ) from error
+        message = f"--numa-binding {options.numa_binding}: {error}; leave it out"
+        raise OptionsError("HF513", message) from error
 
 
 def _agent_config(

@@ -135,12 +135,9 @@ class Place:
 class HoldfastRendezvous(RendezvousHandler):
     """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
 
-    Args:
-        place: see there.
-        board: of the job.
-        log: puts an event on record: its name, its epoch, its fields.
-        notify: called, on another thread, when there is a notice.
-        crashed: what to do when the network's thread has crashed; None: the next call raises.
+    `log` puts an event on record: its name, its epoch, its fields. `notify` is called, on another
+    thread, when a notice has come; `crashed` when the network's thread has crashed, by default the
+    next call raises.
     """
 
     def __init__(
@@ -349,14 +346,9 @@ class HoldfastRendezvous(RendezvousHandler):
 class EpochStore:
     """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
 
-    `open` and `close` may be called from different threads, but not at the same time.
-
-    Args:
-        address: numeric; listened on.
-        ports: tried in turn; `range(1)` lets the system pick.
-        timeout_s: how long a client waits for a key.
-        called: name of this machine for `MASTER_ADDR`; the store then listens on all addresses, as
-            torchrun's does. None: the address.
+    `open` and `close` may be called from different threads, but not at the same time. A client
+    waits `timeout_s` for a key. With the name `called` of this machine, for `MASTER_ADDR`, the
+    store listens on all addresses, as torchrun's does; else on `address`.
     """
 
     def __init__(
@@ -374,10 +366,7 @@ class EpochStore:
         self._next = 0
 
     def open(self, epoch: int) -> tuple[str, int]:
-        """Close the store of the epoch before and open that of `epoch`.
-
-        Returns:
-            Address and port for `MASTER_ADDR` and `MASTER_PORT`.
+        """Close the store of the epoch before, open that of `epoch`, return its address and port.
 
         Raises:
             OSError: no port of the range is free.

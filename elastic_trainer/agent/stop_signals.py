@@ -33,12 +33,7 @@ LEAVE: Final = signal.SIGRTMIN.name
 
 
 class StopSignals:
-    """Handles them while it is entered, on the main thread.
-
-    Args:
-        wake: called from the handler, to wake the loop.
-        stops: names of those that ask for a stop.
-    """
+    """Handles them while it is entered, on the main thread; `wake` wakes the loop."""
 
     def __init__(self, wake: Callable[[], None], stops: Collection[str] = STOPS) -> None:
         self._wake = wake

@@ -45,7 +45,7 @@ from elastic_trainer.state.snapshots.peer import (
     read_peers,
 )
 from elastic_trainer.state.state import NamedTensors, flat_names, local_data
-from elastic_trainer.worker.secret import authenticate, load_secret
+from elastic_trainer.worker.secret import Badge, authenticate, load_secret
 
 
 class ImageWriter:
@@ -253,10 +253,8 @@ class KeeperPlace:
             **read_peers(Path(env["HOLDFAST_PEERS"])),
             authenticate=partial(
                 authenticate,
-                secret=secret,
+                badge=Badge(secret, KEEPER_LABEL, run_id),
                 server=False,
-                label=KEEPER_LABEL,
-                context=run_id,
                 timeout_s=AUTHENTICATE_S,
             ),
             image_key=secret.sign(IMAGES, run_id.encode()),

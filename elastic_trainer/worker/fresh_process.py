@@ -127,11 +127,8 @@ def run_as_main(
 ) -> int:
     """Run `python -u target args`, or `python -u -m target args`, to the interpreter's own end.
 
-    Args:
-        kind: `script`: `target` is a file, or what else Python runs as one; `module`: with -m.
-        target: of the working directory.
-        args: its own.
-        failed: called with an exception that nobody has caught, before the process ends.
+    `kind` is `script` (`target` is a file, or what else Python runs as one) or `module`. `failed`
+    is called with an exception that nobody has caught, before the process ends.
 
     Returns:
         The exit code, or minus a signal's number: that ends the process.
@@ -252,7 +249,6 @@ def die_of(number: int) -> None:
 
 
 # -- SIGTERM and SIGINT where the agent answers them ----------------------------------------------
-
 
 _LEFT: Final = (signal.SIGTERM, signal.SIGINT)
 

@@ -44,11 +44,7 @@ CUDA fails in all that is forked later. Of what it imports setuptools takes most
 
 FLOAT8 = ("torch._inductor.codegen.triton",)
 """For jobs with `train.float8`: what torchao patches as layers are converted."""
-FLOAT8_ON_CPU = (
-    "torchao.float8",
-    "torchao.float8._inductor_patch",
-    "torchao.float8.float8_ops",
-)
+FLOAT8_ON_CPU = ("torchao.float8", "torchao.float8._inductor_patch", "torchao.float8.float8_ops")
 """Not where there may be GPUs: importing it counts devices, as torch.utils.cpp_extension does."""
 BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""

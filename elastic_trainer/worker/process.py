@@ -54,7 +54,7 @@ def parse_cpus(text: str) -> frozenset[int]:
     """Read a list.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has another form.
     """
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
@@ -91,12 +91,9 @@ _SETTERS: Final = (
 
 @contextlib.contextmanager
 def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Let libraries that are loaded within have one thread; leave `env` as it was.
+    """Let libraries that are loaded within have one thread; leave `env` (os.environ) as it was.
 
     `thread_setters` gives them back to the process that has been forked.
-
-    Args:
-        env: os.environ, which libraries read.
     """
     before = env.get(_OPENBLAS)
     env[_OPENBLAS] = "1"
@@ -121,12 +118,7 @@ def thread_setters() -> list[Callable[[int], Any]]:
 
 
 def blas_threads(env: Mapping[str, str], cpus: int) -> int:
-    """Return how many threads OpenBLAS takes by itself, as blas_get_cpu_number has it. Pure.
-
-    Args:
-        env: of the process.
-        cpus: that it may run on.
-    """
+    """Return how many threads OpenBLAS takes on `cpus` CPUs (blas_get_cpu_number). Pure."""
     for name in (_OPENBLAS, "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         number = re.match(r"\s*\+?(\d+)", env.get(name, ""))
         if number is not None and int(number[1]) > 0:
@@ -146,10 +138,9 @@ def give_threads_back(setters: list[Callable[[int], Any]]) -> None:
 
 
 def open_files() -> int:
-    """Return how many files and sockets this process may have open, as far as it is allowed.
+    """Raise the limit of open files and sockets as far as this user may, and return it.
 
-    The usual 1,024 would not do for the coordinator of a large job, nor for the trainer's groups,
-    so the limit is raised first as far as this user may.
+    The usual 1,024 are too few for the coordinator of a large job, and for the trainer's groups.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.record.script_steps import StepSource
-from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.worker.heartbeat import Heartbeat, Section
 
 _LATE_STEPS = 10
 """Optimizers of one training are all seen by then; a later one may be that of another training."""
@@ -32,7 +32,7 @@ class StepCounter:
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._hook: Any = None
         self._step = 0
         self._leader: weakref.ref[Any] | None = None
@@ -59,11 +59,11 @@ class StepCounter:
             own = own_count(optimizer)
             self._from_start = self._from_start and own is None
             self._counts[optimizer] = (own or 1) - 1
-            self._heartbeat.count_from_start(yes=self._from_start)
+            self.heartbeat.count_from_start(yes=self._from_start)
             self._several = self._several or self._step >= self._first + _LATE_STEPS
             self._first = max(self._first, own or 1)
             unsure = self._from_start or self._several
-            self._heartbeat.begin_at(
+            self.heartbeat.begin_at(
                 self._first, StepSource.UNSURE if unsure else StepSource.OPTIMIZER
             )
         count = self._counts[optimizer] = self._counts[optimizer] + 1
@@ -71,7 +71,7 @@ class StepCounter:
             self._leader = weakref.ref(optimizer)
         step = self._step + 1 if self._leader() is optimizer else self._step
         self._step, self._trained = max(step, count), True
-        self._heartbeat.beat(step=self._step, section=Section.STEP)
+        self.heartbeat.beat(step=self._step, section=Section.STEP)
 
     def report(
         self,
@@ -84,27 +84,15 @@ class StepCounter:
             self._hook.remove()
             self._hook = None
             self._first = 0
-            self._heartbeat.count_from_start(yes=False)
-            self._heartbeat.begin_at(0, StepSource.NONE)
+            self.heartbeat.count_from_start(yes=False)
+            self.heartbeat.begin_at(0, StepSource.NONE)
         if step and not self._first:
             self._first = step
-            self._heartbeat.begin_at(step, StepSource.SCRIPT)
+            self.heartbeat.begin_at(step, StepSource.SCRIPT)
         self._trained = self._trained or (step is not None and section is Section.STEP)
         if not self._trained and section in (Section.STEP, Section.SAVING, Section.EVALUATING):
             section = Section.FIRST_STEP
-        self._heartbeat.beat(step=step, section=section, committed_step=committed_step)
-
-    def listen(self) -> None:
-        """Tell the agent that this script asks for requests, so none come as signals."""
-        self._heartbeat.listen()
-
-    def asked(self) -> Request:
-        """Return what the agent asks for."""
-        return self._heartbeat.asked()
-
-    def save_served(self) -> None:
-        """Tell the agent that the save it asked for is under way."""
-        self._heartbeat.save_served()
+        self.heartbeat.beat(step=step, section=section, committed_step=committed_step)
 
 
 def own_count(optimizer: Any) -> int | None:

@@ -106,9 +106,7 @@ _shared: dict[tuple[str, timedelta], tuple[object, RankGrid]] = {}
 class RankGrid:
     """All ranks of the default group, for one thread at a time. Making it is collective.
 
-    Args:
-        timeout: how long ranks wait for each other.
-        backend: of its groups.
+    Ranks wait `timeout` for each other.
     """
 
     def __init__(self, timeout: timedelta, *, backend: str = "gloo") -> None:
@@ -140,12 +138,9 @@ class RankGrid:
         *,
         entered: Callable[[], None] = lambda: None,
     ) -> None:
-        """Reduce `values` over all ranks in place: the same bits on every rank.
+        """Reduce `values` (on the CPU) over all ranks in place: the same bits on every rank.
 
-        Args:
-            values: as many on every rank; on the CPU.
-            op: what is done with them.
-            entered: called once this rank has come, before it waits for others.
+        `entered` is called once this rank has come, before it waits for others.
         """
         along = [partial(dist.all_reduce, op=op, group=group) for _, _, group in self._axes]
         if self._pair is not None:

@@ -1,20 +1,20 @@
 """The run's secret: its file, the handshake that proves it, and the session that follows.
 
 The file is `RUN/secret`, mode 0600, made by whichever agent comes first, or with the board in a
-ConfigMap a private copy of what Kubernetes has mounted. It is handed on by
-path only: never in arguments, environment, logs or events. The handshake is a mutual
-challenge-response with HMAC-SHA256 (RFC 2104), in three flights of fixed size:
+ConfigMap a private copy of what Kubernetes has mounted. Only its path is handed on: never in
+arguments, environment, logs or events. The handshake is a mutual challenge-response with
+HMAC-SHA256 (RFC 2104), in three flights of fixed size:
 
     dialer    -> MAGIC, nonce D
     listener  -> MAGIC, nonce L, HMAC(key, "listener", label, context, ends, D, L)
     dialer    -> HMAC(key, "dialer", label, context, ends, D, L)
 
-Nonces of both sides keep an old proof from counting again, the roles keep one's own proof
-from being sent back, label and context keep a proof for one port or run from opening another.
-The ends are the addresses and ports of both, each as the end that signs sees them: who passes on
-what two agents say has other ends, and neither takes it for the other. Each direction then has a
-key of its own, made in the same way, and each frame a MAC over its number and its bytes.
-The dialer may send its data right behind its proof. Pure but for the three file functions.
+Nonces of both sides keep an old proof from counting again, the roles keep one's own proof from
+being sent back, label and context keep a proof for one port or run from opening another. The ends
+are the addresses and ports of both, as the end that signs sees them: who passes on what two agents
+say has other ends, and neither takes it for the other. Each direction then has its own key, made in
+the same way, and each frame a MAC over its number and its bytes. The dialer may send its data right
+behind its proof. Pure but for the three file functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import socket
 
 SECRET_NAME: Final = "secret"  # noqa: S105  the file's name
 KEY_BYTES: Final = 32
@@ -55,11 +58,7 @@ class AuthError(ConnectionError):
 
 
 class Secret:
-    """A key that does not show when it is printed.
-
-    Args:
-        key: KEY_BYTES random bytes.
-    """
+    """A key of KEY_BYTES random bytes that does not show when it is printed."""
 
     __slots__ = ("_key",)
 
@@ -76,7 +75,7 @@ class Secret:
         raise TypeError("a secret is handed on by the path of its file")
 
     def sign(self, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `parts`; each with its length, so that none can run over."""
+        """Return the HMAC-SHA256 of `parts`, each with its length so that it cannot run over."""
         whole = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return hmac.digest(self._key, whole, "sha256")
 
@@ -202,9 +201,7 @@ def fingerprint(payload: bytes | bytearray) -> bytes:
 class AuthSession:
     """Authenticates what both ends of one connection say after the handshake, in its order.
 
-    Args:
-        sends: key of this end's frames.
-        hears: key of the other end's.
+    `sends` is the key of this end's frames, `hears` that of the other's.
     """
 
     __slots__ = ("_heard", "_hears", "_sends", "_sent")
@@ -222,8 +219,8 @@ class AuthSession:
         """Take the next frame that came.
 
         Raises:
-            AuthError: it is not the one that the other end sent: changed, repeated, left out, or
-                of somebody else. End the connection.
+            AuthError: it was changed, repeated, left out, or sent by somebody else. End the
+                connection.
         """
         self._heard += 1
         if not hmac.compare_digest(tag, _tag(self._hears, self._heard, fingerprint(payload))):
@@ -235,27 +232,11 @@ def _tag(key: bytes, number: int, digest: bytes) -> bytes:
     return hashlib.blake2b(whole, digest_size=TAG_BYTES, key=key).digest()
 
 
-class Socket(Protocol):
-    """What is asked of a connected socket."""
-
-    def getsockname(self) -> Any: ...  # noqa: D102
-    def getpeername(self) -> Any: ...  # noqa: D102
-    def gettimeout(self) -> float | None: ...  # noqa: D102
-    def settimeout(self, value: float | None, /) -> None: ...  # noqa: D102
-    def sendall(self, data: bytes, /) -> None: ...  # noqa: D102
-    def recv(self, size: int, /) -> bytes: ...  # noqa: D102
-
-
 class Handshake:
     """One end of a handshake; give it bytes as they come, send what it returns.
 
-    Args:
-        secret: of the run.
-        dials: whether this end opened the connection.
-        label: what the port is for, as `agents` or `snapshots`.
-        context: what both ends must agree on besides, as the run's id.
-        ends: of the connection as this end sees them, its own first: (address, port, ...) each.
-        nonce: NONCE_BYTES fresh random bytes; left out: from the system.
+    `dials`: this end opened the connection. `ends` are as this end sees them, its own first:
+    (address, port, ...) each. `label` and `context`: see Badge. A `nonce` has NONCE_BYTES.
     """
 
     __slots__ = ("_dials", "_nonce", "_said", "_secret", "_theirs", "_wants", "rest")
@@ -299,7 +280,7 @@ class Handshake:
         return AuthSession(*keys)
 
     def first(self) -> bytes:
-        """Return what to send before anything has come; empty for a listener."""
+        """Return what to send before anything has come: of a listener nothing."""
         return MAGIC + self._nonce if self._dials else b""
 
     def feed(self, data: bytes) -> bytes:
@@ -352,7 +333,7 @@ class Badge:
 
     secret: Secret
     label: str
-    """What the port is for."""
+    """What the port is for, as `agents` or `snapshots`."""
     context: str
     """Whom it is for: the run's id."""
 
@@ -364,28 +345,19 @@ class Badge:
 
 
 def authenticate(
-    sock: Socket, secret: Secret, *, server: bool, label: str, context: str, timeout_s: float
+    sock: socket.socket, badge: Badge, *, server: bool, timeout_s: float
 ) -> AuthSession:
-    """Prove both ends of a blocking socket to each other; no byte beyond that is read.
+    """Prove both ends of a blocking socket to each other, and return what authenticates the rest.
 
-    Args:
-        sock: connected; its own time-out is put back.
-        secret: of the run.
-        server: whether this end accepted the connection.
-        label: the same on both ends, as `context` (see Handshake).
-        context: see Handshake.
-        timeout_s: for the whole of it, however slowly the other end sends.
-
-    Returns:
-        What authenticates all that follows.
+    No byte beyond the handshake is read, which may take `timeout_s` as a whole. `server`: this end
+    accepted the connection.
 
     Raises:
         AuthError: the other end is not of this run, or was too slow, or hung up. Close it.
     """
     before = sock.gettimeout()
     try:
-        ends = sock.getsockname(), sock.getpeername()
-        shake = Handshake(secret, dials=not server, label=label, context=context, ends=ends)
+        shake = badge.handshake(dials=not server, ends=(sock.getsockname(), sock.getpeername()))
         _authenticate(sock, shake, timeout_s)
         sock.settimeout(before)
     except AuthError:
@@ -395,7 +367,7 @@ def authenticate(
     return shake.session()
 
 
-def _authenticate(sock: Socket, shake: Handshake, timeout_s: float) -> None:
+def _authenticate(sock: socket.socket, shake: Handshake, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     answer = shake.first()
     while True:

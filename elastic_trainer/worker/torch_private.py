@@ -39,7 +39,6 @@ _NAMES: Final[Mapping[str, str]] = {
     "_parse_rendezvous_config": "torch.distributed.elastic.rendezvous.utils",
 }
 """Name -> its module. They are imported from here, and there when somebody asks for them."""
-_SINCE_2_13: Final = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
 
 
 class TorchVersionError(ImportError):

@@ -24,33 +24,17 @@ from elastic_trainer.record.flight_recorder import fronts_of
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 5
 """Caught by workers that answer: all threads' stacks, appended to `.signalled`."""
 
+ASK: Final = ".ask"
+"""Suffix, beside the heartbeat, of the pipe on which the worker is asked."""
+STACKS: Final = ".stacks"
+FLIGHT: Final = ".flight"
+"""Its flight recorder, as JSON; empty where it has none."""
+FRONTS: Final = ".fronts"
+"""How far it is in each process group."""
+SIGNALLED: Final = ".signalled"
+
 _signalled: IO[bytes] | None = None
 _dump: Callable[[], bytes] = bytes
-
-
-def ask_path(heartbeat: Path) -> Path:
-    """Return the pipe on which the worker with this heartbeat is asked."""
-    return heartbeat.with_suffix(".ask")
-
-
-def stacks_path(heartbeat: Path) -> Path:
-    """Return where the worker with this heartbeat writes its stacks when it is asked."""
-    return heartbeat.with_suffix(".stacks")
-
-
-def flight_path(heartbeat: Path) -> Path:
-    """Return where it then writes its flight recorder, as JSON; empty where it has none."""
-    return heartbeat.with_suffix(".flight")
-
-
-def fronts_path(heartbeat: Path) -> Path:
-    """Return where it then writes how far it is in each process group."""
-    return heartbeat.with_suffix(".fronts")
-
-
-def signalled_path(heartbeat: Path) -> Path:
-    """Return where it appends its stacks when STACKS_SIGNAL comes."""
-    return heartbeat.with_suffix(".signalled")
 
 
 def answer_when_asked(heartbeat: Path) -> None:
@@ -58,12 +42,12 @@ def answer_when_asked(heartbeat: Path) -> None:
     global _signalled  # noqa: PLW0603  the handler needs it open for the life of the process
     if _signalled is not None:
         return
-    _signalled = signalled_path(heartbeat).open("ab")
+    _signalled = heartbeat.with_suffix(SIGNALLED).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=_signalled, all_threads=True)
-    ask_path(heartbeat).unlink(missing_ok=True)
-    os.mkfifo(ask_path(heartbeat), 0o600)
+    heartbeat.with_suffix(ASK).unlink(missing_ok=True)
+    os.mkfifo(heartbeat.with_suffix(ASK), 0o600)
     # For writing too: the pipe then has no end when the agent closes it.
-    asked = os.open(ask_path(heartbeat), os.O_RDWR)
+    asked = os.open(heartbeat.with_suffix(ASK), os.O_RDWR)
     # Not one of `threading`, whose list scripts may join, and deaf to signals: they are the main
     # thread's, which may hold them back to wait for them.
     deaf = signal.valid_signals() - {STACKS_SIGNAL}
@@ -86,12 +70,12 @@ def _answer(asked: int, heartbeat: Path) -> None:
     while _is_asked(asked, pipe):
         with part.open("wb") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        part.replace(stacks_path(heartbeat))  # whole or not at all
+        part.replace(heartbeat.with_suffix(STACKS))  # whole or not at all
         content = _dump()
         part.write_bytes(content)
-        part.replace(flight_path(heartbeat))
+        part.replace(heartbeat.with_suffix(FLIGHT))
         part.write_bytes(json.dumps(fronts_of(content) if content else {}).encode())
-        part.replace(fronts_path(heartbeat))
+        part.replace(heartbeat.with_suffix(FRONTS))
 
 
 def _is_asked(asked: int, pipe: os.stat_result) -> bool:
@@ -107,11 +91,11 @@ def _is_asked(asked: int, pipe: os.stat_result) -> bool:
 
 
 def ask(heartbeat: Path) -> bool:
-    """Have the worker with this heartbeat answer anew; return whether it has who answers."""
-    for path in (stacks_path(heartbeat), flight_path(heartbeat), fronts_path(heartbeat)):
-        path.unlink(missing_ok=True)
+    """Have the worker with this heartbeat answer again; return whether it has who answers."""
+    for suffix in (STACKS, FLIGHT, FRONTS):
+        heartbeat.with_suffix(suffix).unlink(missing_ok=True)
     try:
-        pipe = os.open(ask_path(heartbeat), os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(heartbeat.with_suffix(ASK), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # another kind of program, one that just started or has ended
         return False
     try:
@@ -127,5 +111,5 @@ def ask(heartbeat: Path) -> bool:
 
 def forget_answers(heartbeat: Path) -> None:
     """Remove what the worker with this heartbeat, which has ended, has left."""
-    for path_of in (ask_path, stacks_path, flight_path, fronts_path, signalled_path):
-        path_of(heartbeat).unlink(missing_ok=True)
+    for suffix in (ASK, STACKS, FLIGHT, FRONTS, SIGNALLED):
+        heartbeat.with_suffix(suffix).unlink(missing_ok=True)

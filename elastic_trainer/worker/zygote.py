@@ -1,13 +1,12 @@
 """A warm process that forks workers: imports paid once, before anybody waits for them.
 
 The only link between agent and trainer. It is forked from the agent, which has imported torch and
-has no thread yet, so that a node imports torch once; one that takes the place of a dead one starts
-in an interpreter of its own. It imports the trainer (or whatever module the
-job runs), makes no accelerator call, no process group and no thread, and forks a worker
-for every request that comes over its Unix socket. It reaps them and reports. Once an epoch's
-last worker has ended it kills whatever they have started and left behind, in whatever session:
-the device's memory is free only then. Workers die with it. When the agent dies it ends the
-workers and what they started, then itself.
+has no thread yet, so that a node imports torch once; one that replaces a dead one starts in its own
+interpreter. It imports the trainer (or the module that the job runs), makes no accelerator call,
+process group or thread, forks a worker for every request on its Unix socket, reaps it and reports.
+Once an epoch's last worker has ended it kills whatever they have started and left behind, in
+whatever session: the device's memory is free only then. Workers die with it. When the agent dies it
+ends the workers and what they started, then itself.
 
 A *standby* is a fork made ahead, while an epoch runs: it calls `warm_up()` of the module `target`,
 if that has one, at a low priority, says so, and waits. The next request for its local rank is
@@ -28,14 +27,13 @@ and back:
     {"event": "standby", "local_rank", "pid", "seconds", "private_mib"}    one is ready
     {"event": "cleared", "epoch"}       no worker is left, nor anything that one started
 
-`kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
-`script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
-everything when the preloading failed or left threads behind, starts by exec: `how` is
-then `fresh` and `why` says why; else it is `zygote` or `standby`. With `error_log` stderr has a log
-of its own. With `count_steps` the optimizer's steps are the worker's progress, where torch was
-imported. `cpus` are those that the worker and what it starts run on, as 0-3,8; null: all of the
-zygote's.
-`status` is an exit code, or minus a signal's number.
+`kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`), `script` (as
+`python file`) or `command` (an executable). A command, `fresh` work, and everything when the
+preloading failed or left threads behind, starts by exec: `how` is then `fresh` and `why` says why;
+else it is `zygote` or `standby`. With `error_log` stderr has its own log. With `count_steps` the
+optimizer's steps are the worker's progress, where torch was imported. `cpus` are those that the
+worker and what it starts run on, as 0-3,8; null: all of the zygote's. `status` is an exit code, or
+minus a signal's number.
 """
 
 from __future__ import annotations
@@ -80,15 +78,15 @@ WORKER_NAME = "holdfast-worker"
 """Names of the processes, as ps and top show them (15 characters at most)."""
 EXIT_USER_ERROR = 93
 _AHEAD_NICE = 10
-"""Of what is done ahead: a tenth of what the workers get of a CPU that they share with it (the
-kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where CPUs are scarce."""
+"""What is done ahead gets a tenth of the workers' share of a CPU (the kernel's weights are 110 and
+1024). With 19, weight 15, it is never done where CPUs are scarce."""
 
 _READ_BY_IMPORTS = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_"),
     *("TORCH_LOGS", "TORCH_TRACE", "PYTORCH_JIT"),
 )
-"""Begin the names of variables that torch and its libraries read while they are imported."""
+"""How variables begin that torch and its libraries read while they are imported."""
 _LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Read later, or again."""
 
@@ -99,8 +97,8 @@ _PR_SET_NAME = 15
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `number` when process `parent` ends.
 
-    Exits at once when `parent` is gone already: the kernel's promise holds only for a
-    parent that was alive when it was asked for. The promise survives exec.
+    Exits at once when `parent` is gone: the kernel's promise, which survives exec, holds only for a
+    parent that was alive when it was asked for.
     """
     if prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -179,12 +177,8 @@ class Zygote:
         self._own = children()
         # Only from here on can it end others before itself; it must do so even if it was stopped.
         die_with_parent(self._parent, signal.SIGCONT)
-        self._send(
-            event="ready",
-            seconds=round(time.monotonic() - begin, 3),
-            tasks=tasks,
-            error=self._why_fresh,
-        )
+        seconds = round(time.monotonic() - begin, 3)
+        self._send(event="ready", seconds=seconds, tasks=tasks, error=self._why_fresh)
 
     def _receive(self) -> bool:
         """Serve what has arrived. Returns False when the agent closed its end."""
@@ -207,27 +201,19 @@ class Zygote:
         return True
 
     def _start(self, request: dict[str, Any]) -> None:
-        why: str | None
+        epoch, local_rank = request["epoch"], request["local_rank"]
+        why = self._why_fresh
         if request["kind"] == "command":
             why = "a command of its own"
         elif request["fresh"]:
             why = "asked for"
-        else:
-            why = self._why_fresh
         pid = None if why is not None else self._hand_over(request)
         how = "fresh" if why is not None else "zygote" if pid is None else "standby"
         if pid is None:
             pid = self._fork(request, fresh=why is not None)
-        self._workers[pid] = request["epoch"], request["local_rank"]
-        self._epoch = request["epoch"]
-        self._send(
-            event="started",
-            epoch=request["epoch"],
-            local_rank=request["local_rank"],
-            pid=pid,
-            how=how,
-            why=why,
-        )
+        self._workers[pid] = epoch, local_rank
+        self._epoch = epoch
+        self._send(event="started", epoch=epoch, local_rank=local_rank, pid=pid, how=how, why=why)
 
     def _fork(
         self, request: dict[str, Any], *, fresh: bool, link: socket.socket | None = None
@@ -268,22 +254,19 @@ class Zygote:
             self._drop(local_rank)
 
     def _hand_over(self, request: dict[str, Any]) -> int | None:
-        """Have the standby of a local rank do what is requested; None: there is none ready."""
+        """Have the standby of a local rank do what is requested; None: none is ready."""
         local_rank = request["local_rank"]
-        if local_rank not in self._standbys:
+        standby = self._standbys.get(local_rank)
+        if standby is None:
             return None
-        standby, ready = self._standbys[local_rank], self._standbys[local_rank].ready
-        if ready:
-            try:
+        if standby.ready:
+            with contextlib.suppress(OSError):  # it has died
                 standby.sock.sendall(json.dumps(request).encode() + b"\n")
-            except OSError:  # it has died
-                ready = False
-        if not ready:
-            self._drop(local_rank)
-            return None
-        standby.sock.close()
-        del self._standbys[local_rank]
-        return standby.pid
+                del self._standbys[local_rank]
+                standby.sock.close()
+                return standby.pid
+        self._drop(local_rank)
+        return None
 
     def _drop(self, local_rank: int) -> None:
         standby = self._standbys.pop(local_rank)
@@ -296,22 +279,19 @@ class Zygote:
 
     def _reap(self) -> None:
         while (seen := _ended_child()) is not None:
-            worker = self._workers.pop(seen.si_pid, None)
+            pid = seen.si_pid
+            worker = self._workers.pop(pid, None)
             if worker is not None:
-                _kill_with_group(seen.si_pid)
-            _, status = os.waitpid(seen.si_pid, 0)
-            self._own.discard(seen.si_pid)
+                _kill_with_group(pid)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._own.discard(pid)
             for local_rank, standby in list(self._standbys.items()):
-                if standby.pid == seen.si_pid:
+                if standby.pid == pid:
                     self._standbys.pop(local_rank).sock.close()
             if worker is not None:  # the others are what workers left behind
                 epoch, local_rank = worker
                 self._send(
-                    event="exited",
-                    epoch=epoch,
-                    local_rank=local_rank,
-                    pid=seen.si_pid,
-                    status=os.waitstatus_to_exitcode(status),
+                    event="exited", epoch=epoch, local_rank=local_rank, pid=pid, status=status
                 )
         if self._epoch is not None and not self._workers:
             self._clear(self._epoch)
@@ -356,7 +336,7 @@ def _become_worker(
     close: tuple[int, ...],
     link: socket.socket | None = None,
 ) -> NoReturn:
-    """Turn this forked child into the worker of `request`. Never returns to the zygote's loop.
+    """Turn this forked child into the worker of `request`.
 
     With `link` to the zygote it is a standby first, and `request` the one to prepare.
     """
@@ -427,7 +407,7 @@ def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
 
 
 def _private_mib() -> float | None:
-    """Return the MiB of memory that this process shares with no other; None: the kernel is mute."""
+    """Return the MiB of memory that only this process has; None: the kernel does not say."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -510,10 +490,9 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         use_one_thread()
     fresh_process.draw_apart()
     tell = _late_variables_teller() if "torch" in sys.modules else None
+    kind, args = request["kind"], request["args"]
     try:
-        return fresh_process.run_as_main(
-            request["kind"], target, request["args"], failed=_write_error_file
-        )
+        return fresh_process.run_as_main(kind, target, args, failed=_write_error_file)
     finally:
         if tell is not None:
             tell()
@@ -569,14 +548,10 @@ def _write_error_file(error: BaseException) -> None:
 def become_zygote(
     sock: socket.socket, *, parent: int, preload: str, env: Mapping[str, str], cwd: str
 ) -> NoReturn:
-    """Turn this child, forked from the agent, into its zygote.
+    """Turn this child, forked from the agent (process `parent`), into its zygote.
 
-    Args:
-        sock: of requests; the agent has the other end.
-        parent: process id of the agent.
-        preload: module to import; empty: none.
-        env: of this process and its workers, in place of the agent's.
-        cwd: working directory.
+    `env`, for this process and its workers, replaces the agent's; an empty `preload` imports
+    nothing.
     """
     code = 1
     try:
@@ -598,21 +573,17 @@ def become_zygote(
 
 def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
     die_with_parent(parent)
-    _close_all_but({0, 1, 2, sock.fileno()})
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
+        # What the agent was started with: a pipe that a worker holds open has no end.
+        if int(name) not in (0, 1, 2, sock.fileno()):
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(int(name))
     prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # sent to a whole step: the agent decides
     os.chdir(cwd)
     if not sys.flags.safe_path:
         del sys.path[0]  # of the agent; a script has its own folder there
     Zygote(sock, preload, parent=parent).serve()
-
-
-def _close_all_but(kept: set[int]) -> None:
-    """Close what the agent was started with: a pipe that a worker holds open has no end."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):  # of the listing itself
-                os.close(int(name))
 
 
 def main() -> int:

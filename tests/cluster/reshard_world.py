@@ -43,7 +43,7 @@ from elastic_trainer.state.state import TrainingState, create_optimizer_state, l
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid
-from elastic_trainer.worker.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
@@ -54,14 +54,8 @@ SCALARS = {"step": (torch.Size([]), torch.float32)}
 
 def prove(*, server: bool):
     """Return the handshake of this run's nodes and workers."""
-    return partial(
-        authenticate,
-        secret=Secret(b"s" * KEY_BYTES),
-        server=server,
-        label=KEEPER_LABEL,
-        context="run",
-        timeout_s=10,
-    )
+    badge = Badge(Secret(b"s" * KEY_BYTES), KEEPER_LABEL, "run")
+    return partial(authenticate, badge=badge, server=server, timeout_s=10)
 
 
 class World:

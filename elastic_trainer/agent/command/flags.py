@@ -1,7 +1,8 @@
 """The agent's flags: torchrun's own parser, the agent's options besides, and what values may be.
 
 A few of torchrun's options mean something else here, some need not be given, some are refused.
-PET_... variables are read by torchrun's parser, as under torchrun.
+PET_... variables are read by torchrun's parser, as under torchrun. What reads or checks one value
+raises OptionsError HF501 where it has another form.
 """
 
 from __future__ import annotations
@@ -132,6 +133,11 @@ class OptionsError(Exception):
         self.code = code
 
 
+def unfit(option: str, value: object, expected: str) -> OptionsError:
+    """Return the error of an option whose value has another form."""
+    return OptionsError("HF501", f"{option} {value}: expected {expected}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
     """Where the output of one worker goes, besides its log."""
@@ -149,7 +155,6 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     torchrun, and job.json says all of that.
 
     Raises:
-        OptionsError: HF501, what argparse complains about.
         SystemExit: --help (0).
     """
     try:
@@ -277,7 +282,7 @@ def refuse(args: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
     """
     for name, instead in REFUSED.items():
         if getattr(args, name) not in (None, [], "default"):
-            raise OptionsError("HF510", f"{_flag(name)} does not exist here: {instead}")
+            raise OptionsError("HF510", f"{flag(name)} does not exist here: {instead}")
     backend, endpoint = args.rdzv_backend or "holdfast", args.rdzv_endpoint or ""
     if backend != "holdfast":
         raise OptionsError(
@@ -293,7 +298,7 @@ def refuse(args: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
             f"/shared/jobs or ./jobs, for no host is needed all the time; on one machine use "
             "--standalone",
         )
-    unused = {_flag(name): why for name, why in UNUSED.items() if getattr(args, name) is not None}
+    unused = {flag(name): why for name, why in UNUSED.items() if getattr(args, name) is not None}
     return [f"{name} is not used: {why}" for name, why in unused.items()] + unused_variables(env)
 
 
@@ -308,11 +313,7 @@ def unused_variables(env: Mapping[str, str], *, of_run: bool = False) -> list[st
 
 
 def signals(text: str | None) -> frozenset[str]:
-    """Return the signals of `--signals-to-handle`.
-
-    Raises:
-        OptionsError: HF501, no signal of this system, or one that nobody can handle.
-    """
+    """Return the signals of `--signals-to-handle`, which a process can handle."""
     found = {part.strip() for part in (text or SIGNALS).split(",") if part.strip()}
     known = {number.name for number in signal.Signals} - {"SIGKILL", "SIGSTOP"}
     if wrong := ", ".join(sorted(found - known)):
@@ -325,11 +326,7 @@ def signals(text: str | None) -> frozenset[str]:
 
 
 def shutdown_timeout_s(args: argparse.Namespace, env: Mapping[str, str]) -> float:
-    """Return the seconds between SIGTERM and SIGKILL.
-
-    Raises:
-        OptionsError: HF501, below zero, or none.
-    """
+    """Return the seconds between SIGTERM and SIGKILL."""
     name, text = "--shutdown-timeout", args.shutdown_timeout
     if text is None and (variable := "TORCH_ELASTIC_SHUTDOWN_TIMEOUT") in env:
         name, text = variable, env[variable]
@@ -338,16 +335,12 @@ def shutdown_timeout_s(args: argparse.Namespace, env: Mapping[str, str]) -> floa
     except ValueError:
         seconds = -1
     if seconds < 0:
-        raise OptionsError("HF501", f"{name} {text}: expected whole seconds, 0 or more")
+        raise unfit(name, text, "whole seconds, 0 or more")
     return float(seconds)
 
 
 def virtual_devices(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES is for each worker with `--virtual-local-rank`.
-
-    Raises:
-        OptionsError: HF501, there are fewer devices than workers.
-    """
+    """Return CUDA_VISIBLE_DEVICES of each worker with `--virtual-local-rank`."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     names = [*map(str, range(workers))] if visible is None else visible.split(",")
     if len(names) < workers:
@@ -366,14 +359,13 @@ def static_store(args: argparse.Namespace, max_nodes: int) -> tuple[str, int] | 
     store then. Here the store moves between nodes, so that only one node has such a place.
 
     Raises:
-        OptionsError: HF501 no port; HF512 an argument of the script names the port, which nobody
-            would listen on.
+        OptionsError: HF512 the script's arguments name the port, on which nobody would listen.
     """
     port = args.master_port
     if port is None:
         return None
     if not 0 < port < 1 << 16:
-        raise OptionsError("HF501", f"--master-port {port}: expected 1 to 65535")
+        raise unfit("--master-port", port, "1 to 65535")
     if max_nodes == 1:
         return (args.master_addr or "127.0.0.1").strip("[]"), port
     for text in args.training_script_args:
@@ -389,14 +381,15 @@ def static_store(args: argparse.Namespace, max_nodes: int) -> tuple[str, int] | 
 def unused_place(args: argparse.Namespace) -> list[str]:
     """Return notes on --master-addr and --master-port where there is no static store."""
     return [
-        f"{_flag(name)} is not used: each epoch has a store on a node that lives; see "
+        f"{flag(name)} is not used: each epoch has a store on a node that lives; see "
         f"{name.upper()} in the workers"
         for name in ("master_addr", "master_port")
         if getattr(args, name) is not None
     ]
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return how an option of torchrun's is written."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -404,10 +397,7 @@ def streams(args: argparse.Namespace, workers: int) -> dict[int, Streams]:
     """Return local rank -> where its output goes.
 
     As with torchrun the console has all streams that are not redirected, and those of --tee
-    with a prefix; every stream goes to the log besides.
-
-    Raises:
-        OptionsError: HF501, a value of another form.
+    with a prefix; every stream also goes to the log.
     """
     redirects = _std_map("--redirects", args.redirects, workers)
     tees = _std_map("--tee", args.tee, workers)
@@ -420,15 +410,12 @@ def streams(args: argparse.Namespace, workers: int) -> dict[int, Streams]:
     return found
 
 
-def _std_map(flag: str, text: str | None, workers: int) -> dict[int, Std]:
+def _std_map(option: str, text: str | None, workers: int) -> dict[int, Std]:
     try:
         found: dict[int, Std] = to_map(Std.from_str(text or "0"), workers)
     except ValueError:
-        raise OptionsError(
-            "HF501",
-            f"{flag} {text}: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these by "
-            "local rank, as 0:3,1:1",
-        ) from None
+        known = "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"
+        raise unfit(option, text, f"{known}, or these by local rank, as 0:3,1:1") from None
     return found
 
 
@@ -436,45 +423,37 @@ def _ranks(text: str | None, workers: int) -> set[int]:
     if not text:
         return set(range(workers))
     if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
-        raise OptionsError("HF501", f"--local-ranks-filter {text}: expected local ranks, as 0,1")
+        raise unfit("--local-ranks-filter", text, "local ranks, as 0,1")
     return {int(part) for part in text.split(",")}
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Return the fewest and most nodes of `--nnodes`.
-
-    Raises:
-        OptionsError: HF501, a value of another form.
-    """
+    """Return the fewest and most nodes of `--nnodes`."""
     low, colon, high = text.partition(":")
     try:
         bounds = int(low), int(high if colon else low)
     except ValueError:
         bounds = (0, 0)
     if not 1 <= bounds[0] <= bounds[1]:
-        raise OptionsError("HF501", f"--nnodes {text}: expected MIN:MAX, as 2:4, or one number")
+        raise unfit("--nnodes", text, "MIN:MAX, as 2:4, or one number")
     return bounds
 
 
 def workers_per_node(text: str) -> int:
-    """Return the workers of `--nproc-per-node`; `gpu` and `auto` count this node's GPUs.
-
-    Raises:
-        OptionsError: HF501, a value of another form.
-    """
+    """Return the workers of `--nproc-per-node`; `gpu` and `auto` count this node's GPUs."""
     if text in {"gpu", "auto"}:
         # Asking the driver through torch, as torchrun does, would make a context.
         gpus = Path("/proc/driver/nvidia/gpus")
         found = len(list(gpus.iterdir())) if gpus.is_dir() else 0
-        if found or text == "gpu":
-            if not found:
-                message = "--nproc-per-node gpu: no NVIDIA GPU on this node; give a number, or cpu"
-                raise OptionsError("HF501", message)
+        if found:
             return found
+        if text == "gpu":
+            message = "--nproc-per-node gpu: no NVIDIA GPU on this node; give a number, or cpu"
+            raise OptionsError("HF501", message)
     if text in {"cpu", "auto"}:
         return os.cpu_count() or 1
     if not text.isdigit() or int(text) < 1:
-        raise OptionsError("HF501", f"--nproc-per-node {text}: expected a number, gpu, cpu or auto")
+        raise unfit("--nproc-per-node", text, "a number, gpu, cpu or auto")
     return int(text)
 
 
@@ -482,9 +461,6 @@ def rendezvous_conf(text: str) -> dict[str, str]:
     """Return the settings of `--rdzv-conf`, each of them known and within its range.
 
     torchelastic's keys are among them; those without effect are in CONF_UNUSED.
-
-    Raises:
-        OptionsError: HF501, a value of another form.
     """
     try:
         conf: dict[str, str] = _parse_rendezvous_config(text)
@@ -493,21 +469,18 @@ def rendezvous_conf(text: str) -> dict[str, str]:
         raise OptionsError("HF501", f"--rdzv-conf {text}: {error}") from error
     known = (*CONF_NUMBERS, *CONF_TEXTS, FROM_SCRATCH, *CONF_TORCH, *CONF_UNUSED)
     for key, value in conf.items():
+        given = f"{key}={value}"
         if key not in known:
-            raise OptionsError(
-                "HF501", f"--rdzv-conf {key}={value}: expected k=v with k of {', '.join(known)}"
-            )
+            raise unfit("--rdzv-conf", given, f"k=v with k of {', '.join(known)}")
         if key == FROM_SCRATCH and value not in ("true", "false"):
-            raise OptionsError("HF501", f"--rdzv-conf {key}={value}: expected true or false")
+            raise unfit("--rdzv-conf", given, "true or false")
         if key in CONF_NUMBERS + CONF_TORCH or key.endswith("timeout"):
             try:
                 good = float(value) > 0
             except ValueError:
                 good = False
             if not good:
-                raise OptionsError(
-                    "HF501", f"--rdzv-conf {key}={value}: expected a positive number"
-                )
+                raise unfit("--rdzv-conf", given, "a positive number")
     return conf
 
 
@@ -529,11 +502,7 @@ def elastic_of(conf: Mapping[str, str]) -> dict[str, float]:
 
 
 def event_log_handler(name: str | None) -> str:
-    """Check `--event-log-handler`: what torchelastic knows, or the site has registered with it.
-
-    Raises:
-        OptionsError: HF501, nothing of that name.
-    """
+    """Check `--event-log-handler`: what torchelastic knows, or the site has registered with it."""
     try:
         get_logging_handler(name or "null")
     except KeyError:
@@ -546,11 +515,7 @@ def event_log_handler(name: str | None) -> str:
 
 
 def progress_pattern(text: str | None) -> str | None:
-    """Check `--progress-pattern`: one group, which is the step.
-
-    Raises:
-        OptionsError: HF501, no regular expression, or another number of groups.
-    """
+    """Check `--progress-pattern`: one group, which is the step."""
     if text is None:
         return None
     try:
@@ -558,9 +523,6 @@ def progress_pattern(text: str | None) -> str | None:
     except re.error as error:
         raise OptionsError("HF501", f"--progress-pattern {text}: {error}") from error
     if groups != 1:
-        raise OptionsError(
-            "HF501",
-            rf"--progress-pattern {text}: expected one group, the step, as 'step (\d+)'; "
-            f"found {groups}",
-        )
+        expected = rf"one group, the step, as 'step (\d+)'; found {groups}"
+        raise unfit("--progress-pattern", text, expected)
     return text

@@ -21,6 +21,7 @@ from elastic_trainer.agent.command.flags import (
     Streams,
     elastic_of,
     event_log_handler,
+    flag,
     node_range,
     parse_flags,
     progress_pattern,
@@ -30,6 +31,7 @@ from elastic_trainer.agent.command.flags import (
     signals,
     static_store,
     streams,
+    unfit,
     unused_place,
     unused_variables,
     virtual_devices,
@@ -163,14 +165,11 @@ def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
 
 
 def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
-    both = [
-        f"--{name.replace('_', '-')}" for name in IN_JOB_JSON if getattr(args, name) is not None
-    ]
+    both = [flag(name) for name in IN_JOB_JSON if getattr(args, name) is not None]
     if both:
         listed = ", ".join(both)
-        raise OptionsError(
-            "HF501", f"{listed}: job.json in --run-dir says how to run; leave it out"
-        )
+        message = f"{listed}: job.json in --run-dir says how to run; leave it out"
+        raise OptionsError("HF501", message)
     run_dir = args.run_dir.resolve()
     path = run_dir / "job.json"
     try:
@@ -182,15 +181,14 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
     task = _task(args, pattern, env) if args.training_script else _job_task(args, config, pattern)
-    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
-    if not job:
+    shared = _of_both(args, env, config.elastic.failure_domain)
+    if not shared["named_job"]:
         # One made up here would differ from the other nodes'.
         raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
     return Options(
-        **_of_both(args, env, config.elastic.failure_domain),
+        **shared,
         run_id=config.run_id,
-        job=job,
-        named_job=job,
+        job=shared["named_job"],
         if_done=args.if_done or "ok",
         run_dir=run_dir,
         record_dir=run_dir,
@@ -220,11 +218,8 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     conf = rendezvous_conf(args.rdzv_conf or "")
     if args.training_script is None:
         raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
-    notes += [
-        f"{key} of --rdzv-conf is not used: {CONF_UNUSED[key]}"
-        for key in conf
-        if key in CONF_UNUSED
-    ]
+    unused = [key for key in conf if key in CONF_UNUSED]
+    notes += [f"{key} of --rdzv-conf is not used: {CONF_UNUSED[key]}" for key in unused]
     if (store := static_store(args, high)) is None:
         notes += unused_place(args)
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
@@ -240,15 +235,14 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     elastic = elastic_of(conf)
     if args.max_restarts is not None:
         if args.max_restarts < 0:
-            raise OptionsError("HF501", f"--max-restarts {args.max_restarts}: expected 0 or more")
+            raise unfit("--max-restarts", args.max_restarts, "0 or more")
         elastic["max_restarts"] = args.max_restarts
     elastic[FROM_SCRATCH] = conf.get(FROM_SCRATCH) == "true"
-    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
+    shared = _of_both(args, env)
     return Options(
-        **_of_both(args, env),
+        **shared,
         run_id=run_id,
-        job=job or run_id,
-        named_job=job,
+        job=shared["named_job"] or run_id,
         if_done=args.if_done,
         run_dir=None,
         record_dir=record,
@@ -282,11 +276,8 @@ def failure_domain(env: Mapping[str, str], wish: str | None) -> str:
 
     Slurm names the way to a node, as `spine.leaf.node`, in the environment of each task, if it
     knows the topology; all but the node itself, or the lowest levels, is the domain.
-
-    Args:
-        env: of the agent.
-        wish: `elastic.failure_domain`: levels above the node, or none; in pods a node label,
-            whose value comes by HOLDFAST_FAILURE_DOMAIN.
+    `wish` is `elastic.failure_domain`: levels above the node, or none; in pods a node label, whose
+    value comes by HOLDFAST_FAILURE_DOMAIN.
     """
     if wish == NO_DOMAIN:
         return ""
@@ -308,6 +299,7 @@ def _of_both(
         "secret_file": args.secret_file,
         "failure_domain": args.failure_domain or failure_domain(env, domain),
         "board": args.board or env.get(BOARD_VARIABLE) or None,
+        "named_job": args.job or env.get("HOLDFAST_JOB") or slurm_job(env),
         "leaves_alone": args.on_term == "leave",
         "local_addr": args.local_addr,
     }
@@ -317,22 +309,17 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
     """Return the directory where agents meet, and the id of the job in it."""
     if args.standalone or (args.rdzv_endpoint is None and max_nodes == 1):
         if max_nodes > 1:
-            raise OptionsError(
-                "HF501", f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
-            )
+            message = f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
+            raise OptionsError("HF501", message)
         folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
         # As torchrun does: without an id each job has one of its own.
         return (folder, args.rdzv_id) if args.rdzv_id else (folder.parent, folder.name)
     if args.rdzv_endpoint is None:
-        raise OptionsError(
-            "HF501",
-            f"--nnodes {args.nnodes} needs --rdzv-endpoint DIR on storage that all nodes share",
-        )
+        lacks = "needs --rdzv-endpoint DIR on storage that all nodes share"
+        raise OptionsError("HF501", f"--nnodes {args.nnodes} {lacks}")
     run_id = args.rdzv_id or "none"
     if not re.fullmatch(r"[\w.+-]+", run_id) or run_id.startswith("."):
-        raise OptionsError(
-            "HF501", f"--rdzv-id {run_id}: expected letters, digits and ._+-, for it names a folder"
-        )
+        raise unfit("--rdzv-id", run_id, "letters, digits and ._+-, for it names a folder")
     return Path(args.rdzv_endpoint).resolve(), run_id
 
 
@@ -350,7 +337,7 @@ def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None
 def _task(args: argparse.Namespace, pattern: str | None, env: Mapping[str, str]) -> Task:
     """Return what the command line says to run; PYTHON_EXEC names the interpreter, as torchrun's.
 
-    Another one than the agent's is started anew for each worker: what is forked has the agent's.
+    Another than the agent's is started for each worker: what is forked has the agent's.
     """
     if args.no_python and args.module and not args.run_path:
         raise OptionsError("HF501", "--no-python and --module exclude each other")
@@ -377,19 +364,13 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
     kind, target = command.kind, command.target
     if kind == "command" and shutil.which(str(cwd / target) if "/" in target else target) is None:
         where = f"working directory {cwd}" if "/" in target else "looked for on the PATH"
-        raise OptionsError(
-            "HF503",
-            f"there is no executable {target} on this node ({where}); fix it, or install it on "
-            "every node",
-        )
+        message = f"there is no executable {target} on this node ({where})"
+        raise OptionsError("HF503", f"{message}; fix it, or install it on every node")
     if kind == "module" and target == DEFAULT_PRELOAD:
         kind = "main"
     if kind == "script" and not (cwd / target).exists():  # Python runs folders and archives, too
-        raise OptionsError(
-            "HF503",
-            f"there is no script {target} on this node (working directory {cwd}); fix the "
-            "path, every node needs it",
-        )
+        message = f"there is no script {target} on this node (working directory {cwd})"
+        raise OptionsError("HF503", f"{message}; fix the path, every node needs it")
     return Task(
         kind=kind,
         target=target,

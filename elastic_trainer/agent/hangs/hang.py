@@ -104,13 +104,10 @@ class _Watched:
 class HangWatch:
     """Watches the workers of one epoch; make a new one for the next.
 
-    Args:
-        hang_ceiling_s: longest time without progress in the steady loop, starved or not.
-        start_ceiling_s: the same until the second step of the epoch is done (imports,
-            restore, compile), and while saving or evaluating.
-        device: what it allows.
-        only_beating: watch a worker from its first beat on; for scripts that may know
-            nothing of heartbeats.
+    `hang_ceiling_s` is the longest time without progress in the steady loop, starved or not;
+    `start_ceiling_s` the same until the epoch's second step is done (imports, restore, compile),
+    and while saving or evaluating. `only_beating` watches a worker from its first beat on, for
+    scripts that may know nothing of heartbeats.
     """
 
     def __init__(
@@ -137,11 +134,8 @@ class HangWatch:
     ) -> list[WorkerProgress]:
         """Take one reading of each worker and return how each stands, by local rank.
 
-        Args:
-            now: monotonic seconds, without pauses of this process itself.
-            beats: local rank -> reading, of the workers that run.
-            held: local rank -> seconds in all that the worker was kept from running.
-            states: local rank -> state of its process, where known.
+        `now` leaves out pauses of this process itself. Of each worker `held` is the seconds in all
+        that it was kept from running, `states` the state of its process, where known.
         """
         held, states = held or {}, states or {}
         found = []
@@ -230,12 +224,7 @@ def _since(watched: _Watched, part: StepPart) -> list[int]:
 
 
 def learned_limits(gaps: Sequence[Sequence[int]], step_s: float) -> dict[StepPart, float]:
-    """Return the limit of each part that has shown what is usual.
-
-    Args:
-        gaps: a histogram for each `StepPart`.
-        step_s: the time of a whole step.
-    """
+    """Return the limit of each part that has shown what is usual: `gaps` has their histograms."""
     return {
         StepPart(part): max(STEP_FACTOR * step_s, gap_limit_s(buckets))
         for part, buckets in enumerate(gaps)

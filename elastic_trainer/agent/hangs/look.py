@@ -47,12 +47,7 @@ def find_workers(
     """Return the live workers of a run on this machine, by rank.
 
     The record says which process is which rank; the kernel says whether it is still that one.
-
-    Args:
-        run_dir: the run.
-        node: this node's name in the run; None: any, as on an emulated cluster.
-        scratch: where agents keep heartbeats.
-        proc: the kernel's word.
+    `node` is this node's name in the run; None: any, as on an emulated cluster.
     """
     run_id = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["run_id"]
     files = [f"agent-{node}.jsonl"] if node else ["agent-*.jsonl"]

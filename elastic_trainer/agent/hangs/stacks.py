@@ -22,12 +22,12 @@ from pathlib import Path
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.worker_answers import (
+    FLIGHT,
+    FRONTS,
+    SIGNALLED,
+    STACKS,
     STACKS_SIGNAL,
     ask,
-    flight_path,
-    fronts_path,
-    signalled_path,
-    stacks_path,
 )
 
 GATHER_S = 0.3
@@ -69,7 +69,7 @@ class _Dump:
 
     def done(self) -> bool:
         """Whether everything that can come has come."""
-        answered = not self.answers or flight_path(self.target.heartbeat).exists()
+        answered = not self.answers or self.target.heartbeat.with_suffix(FLIGHT).exists()
         return (answered or state_of(self.target.pid) in _ENDED) and (
             self.spy is None or self.spy.poll() is not None
         )
@@ -78,7 +78,7 @@ class _Dump:
         """Have it write its stacks by its signal handler."""
         status = _fields(_read(Path(f"/proc/{self.target.pid}/status")))
         if int(status.get("SigCgt", "0"), 16) >> (STACKS_SIGNAL - 1) & 1:  # else it would kill it
-            self.signalled_from = _size(signalled_path(self.target.heartbeat))
+            self.signalled_from = size_of(self.target.heartbeat.with_suffix(SIGNALLED))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.target.pid, STACKS_SIGNAL)
 
@@ -93,10 +93,7 @@ class Dump:
 
 
 def gather_stacks(
-    targets: Sequence[StackTarget],
-    *,
-    deadline_s: float = GATHER_S,
-    spy_too: bool = False,
+    targets: Sequence[StackTarget], *, deadline_s: float = GATHER_S, spy_too: bool = False
 ) -> Dump:
     """Ask all workers at once and return what they said within `deadline_s`.
 
@@ -108,14 +105,14 @@ def gather_stacks(
     asked = [_ask(target, spy, spy_too=spy_too) for target in targets]
     _wait(asked, until=begin + deadline_s / 2)
     for one in asked:
-        if one.answers and not stacks_path(one.target.heartbeat).exists():
+        if one.answers and not one.target.heartbeat.with_suffix(STACKS).exists():
             one.signal()
     _wait(asked, until=begin + deadline_s)
     dump = Dump()
     for one in asked:
         name = f"rank{one.target.rank}"
         dump.texts[f"{name}.txt"] = _text_of(one).encode()[:MAX_BYTES]
-        if one.answers and (content := _read(flight_path(one.target.heartbeat))):
+        if one.answers and (content := _read(one.target.heartbeat.with_suffix(FLIGHT))):
             # JSON that is cut cannot be read, and what does not fit says little.
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
     dump.seconds = time.monotonic() - begin
@@ -128,25 +125,17 @@ def _wait(asked: Sequence[_Dump], *, until: float) -> None:
 
 
 def gather_fronts(
-    targets: Sequence[StackTarget],
-    *,
-    deadline_s: float = FRONTS_S,
+    targets: Sequence[StackTarget], *, deadline_s: float = FRONTS_S
 ) -> dict[int, dict[str, Front]]:
     """Return rank -> how far it is in each process group, of those that say so in time."""
     begin = time.monotonic()
-    asked = [
-        target
-        for target in targets
-        if state_of(target.pid) not in _SILENT and ask(target.heartbeat)
-    ]
+    asked = [t for t in targets if state_of(t.pid) not in _SILENT and ask(t.heartbeat)]
     found: dict[int, dict[str, Front]] = {}
     while len(found) < len(asked) and time.monotonic() - begin < deadline_s:
         for target in asked:
-            if target.rank not in found and (said := _read(fronts_path(target.heartbeat))):
-                found[target.rank] = {
-                    group: (completed, begun)
-                    for group, (completed, begun) in json.loads(said).items()
-                }
+            if target.rank not in found and (said := _read(target.heartbeat.with_suffix(FRONTS))):
+                fronts = json.loads(said).items()
+                found[target.rank] = {group: (done, begun) for group, (done, begun) in fronts}
         time.sleep(_POLL_S)
     return found
 
@@ -159,18 +148,16 @@ def find_py_spy() -> str | None:
 def dump_stacks(
     targets: Sequence[StackTarget], stacks_dir: Path, epoch: int, log: EventLog
 ) -> threading.Thread:
-    """Look at the workers, return after GATHER_S, and keep what was seen.
+    """Look at the workers and return, after GATHER_S, the thread that keeps what was seen.
 
-    Returns:
-        The thread that writes it to `stacks_dir`/`epoch`, perhaps slow storage; an event names
-        the files.
+    It writes to `stacks_dir`/`epoch`, perhaps slow storage; an event names the files.
     """
     begin = time.monotonic()
     dump, folder = gather_stacks(targets), stacks_dir / str(epoch)
 
     def write() -> None:
         files: list[str] = []
-        problem = ""
+        seconds, problem = round(dump.seconds, 6), ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in dump.texts.items():
@@ -178,13 +165,9 @@ def dump_stacks(
                 files.append(name)
         except OSError as error:
             problem = str(error)
+        at = str(folder)
         log.emit(
-            "stacks.dumped",
-            epoch=epoch,
-            folder=str(folder),
-            files=files,
-            seconds=round(dump.seconds, 6),
-            problem=problem,
+            "stacks.dumped", epoch=epoch, folder=at, files=files, seconds=seconds, problem=problem
         )
 
     writer = threading.Thread(target=write, name="holdfast-stacks", daemon=True)
@@ -209,9 +192,9 @@ def _ask(target: StackTarget, spy: str | None, *, spy_too: bool) -> _Dump:
 def _text_of(asked: _Dump) -> str:
     parts = [asked.kernel]
     if asked.answers:
-        said = _read(stacks_path(asked.target.heartbeat))
+        said = _read(asked.target.heartbeat.with_suffix(STACKS))
         if not said and asked.signalled_from >= 0:
-            said = _read(signalled_path(asked.target.heartbeat))[asked.signalled_from :]
+            said = _read(asked.target.heartbeat.with_suffix(SIGNALLED))[asked.signalled_from :]
         parts.append("--- stacks, from the worker itself\n" + said.decode(errors="replace"))
     if asked.spy is not None:
         if asked.spy.poll() is None:
@@ -261,7 +244,8 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return how many bytes a file has so far; 0 where there is none."""
     try:
         return path.stat().st_size
     except OSError:

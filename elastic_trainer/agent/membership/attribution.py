@@ -71,22 +71,17 @@ def settle_s(failure: Failure) -> float:
     """Return how many seconds the others' reports are worth waiting for: an error may be shared."""
     if failure.kind is Kind.COLLATERAL:
         return COLLATERAL_SETTLE_S
-    return SETTLE_S if _may_be_of_all(failure) else 0.0
+    shared = (*OF_THE_PROGRAM, Kind.NODE_FAULT, Kind.INFRASTRUCTURE, Kind.SERVICE)
+    return SETTLE_S if failure.kind in shared and not failure.sure else 0.0
 
 
 def gather(held: WorkersFailed | None, report: WorkersFailed) -> tuple[WorkersFailed, bool]:
-    """Return what a node has to say of its failed workers, and whether to wait for more.
-
-    Args:
-        held: what it had to say before the newest failure; None: nothing.
-        report: the newest.
-    """
-    waits = report.failure.kind is Kind.COLLATERAL or _may_be_of_all(report.failure)
+    """Return what a node says of its failed workers (`held`: so far), and whether to wait."""
+    waits = settle_s(report.failure) > 0
     if held is None:
         return report, waits
-    consequence = report.failure.kind is Kind.COLLATERAL
     if held.failure.kind is Kind.COLLATERAL:
-        return (held if consequence else report), waits
+        return (held if report.failure.kind is Kind.COLLATERAL else report), waits
     if _key(held) == _key(report) and held.step == report.step:
         held = replace(held, alike=held.alike + 1)
     return held, waits
@@ -96,32 +91,18 @@ def _key(report: WorkersFailed) -> tuple[Kind, str]:
     return report.failure.kind, signature(report.failure.detail)
 
 
-def _may_be_of_all(failure: Failure) -> bool:
-    shared = (*OF_THE_PROGRAM, Kind.NODE_FAULT, Kind.INFRASTRUCTURE, Kind.SERVICE)
-    return failure.kind in shared and not failure.sure
-
-
 def attribute(lost: Sequence[str], reports: Reports, num_members: int) -> list[Attribution]:
     """Return all that ended an epoch, each node and error once.
 
-    Lost nodes come first; failures that are but echoes of a lost node say nothing more.
-
-    Args:
-        lost: nodes that died.
-        reports: what the others said, if anything.
-        num_members: nodes of the epoch.
+    Lost nodes come first; failures that only echo a lost node say nothing more.
     """
-    found = [
-        Attribution(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
-        for node in dict.fromkeys(lost)
-    ]
+    found = [_loss(node) for node in dict.fromkeys(lost)]
     primary = [item for item in reports if item[1].failure.kind is not Kind.COLLATERAL]
     if not primary:
         if reports and not found:
             first = reports[0][1]
-            found.append(
-                Attribution(None, Kind.COLLATERAL, Action.RESTART, first.failure.detail, first.step)
-            )
+            detail = first.failure.detail
+            return [Attribution(None, Kind.COLLATERAL, Action.RESTART, detail, first.step)]
         return found
     if (shared := _shared(primary, num_members, alone=not found)) is not None:
         return [*found, shared]
@@ -134,6 +115,10 @@ def attribute(lost: Sequence[str], reports: Reports, num_members: int) -> list[A
     # Who knows that a restart cannot help is believed before others.
     primary.sort(key=lambda item: not item[1].failure.sure)
     return [*found, _first(primary, num_members)]
+
+
+def _loss(node: str, host: str | None = None) -> Attribution:
+    return Attribution(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0, host)
 
 
 def _is_bad(report: WorkersFailed) -> bool:
@@ -238,11 +223,8 @@ class History:
     ) -> History:
         """Return the history with one more failure.
 
-        Args:
-            found: the failure.
-            now: when.
-            progress: newest committed step; None: nobody knows (a script of others).
-            unstepped: nodes of an epoch that had not completed a step; 0: it had.
+        `progress` is the newest committed step (None: of a script nobody knows), `unstepped` the
+        number of nodes of an epoch that had not completed a step (0: it had).
         """
         entry = PastFailure(
             node=found.node,
@@ -263,8 +245,7 @@ class History:
 
     def add_loss(self, node: str, host: str, now: float) -> History:
         """Return the history with the loss of a node that ran no workers."""
-        lost = Attribution(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0, host)
-        return self.add(lost, now, self.progress)
+        return self.add(_loss(node, host), now, self.progress)
 
     def losses(self) -> dict[str, list[float]]:
         """Return when each machine was lost alone, where that happened.
@@ -449,7 +430,6 @@ class EpochEnd:
     members: Sequence[str]
     """Ids of the agents that ran workers."""
     everyone: Members
-    """All agents of the epoch."""
     lost: Sequence[str]
     """Nodes that died."""
     left: Collection[str]
@@ -481,12 +461,7 @@ def attribute_end(
 ) -> Ruling | None:
     """Attribute what ended an epoch to machines or the job; None: nothing has failed.
 
-    Args:
-        end: the epoch.
-        history: failures before it.
-        limits: what failures may cost.
-        now: monotonic seconds of this machine.
-        excluded: machines that may take part no more.
+    `history` has the failures before it; `excluded` machines may take part no more.
     """
     found = attribute(end.lost, end.reports, len(end.members))
     if not found:
@@ -515,10 +490,10 @@ def attribute_end(
 
 
 def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: History) -> bool:
-    """Whether a program failed because of how many nodes it had: other numbers have trained.
+    """Whether a program failed because of its number of nodes: other numbers have trained.
 
-    It failed before its first step on all ranks alike, or twice in a row: the error of one rank
-    may pass.
+    It failed before its first step on all ranks alike, or twice in a row: one rank's error may
+    pass.
     """
     size, trained = len(end.members), end.sizes.trained
     if end.stepped or not trained or size in (0, *trained) or len(found) != 1:

@@ -15,13 +15,7 @@ from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard, S
 from elastic_trainer.agent.membership.lease import lease_of
 from elastic_trainer.agent.membership.messages import Elect, Message, Vote, Won
 from elastic_trainer.agent.membership.notices import Member
-from elastic_trainer.agent.membership.roles import (
-    Role,
-    ToCoordinator,
-    ToDone,
-    ToSeeker,
-    Transition,
-)
+from elastic_trainer.agent.membership.roles import Role, ToCoordinator, ToDone, ToSeeker, Transition
 from elastic_trainer.agent.membership.seeker import RETRY_S
 from elastic_trainer.board.state import BoardState, Lease, Token
 from elastic_trainer.record.failures import EXIT_DONE

@@ -17,14 +17,11 @@ holds up the job), `attribution.attribute_end` (what a failure counts against), 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from elastic_trainer.agent.membership.attribution import (
-    EpochEnd,
-    attribute_end,
-    settle_s,
-)
+from elastic_trainer.agent.membership.attribution import EpochEnd, attribute_end, settle_s
 from elastic_trainer.agent.membership.effects import Conn, Context, Send
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEATS, HangDiagnosis
 from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
@@ -76,6 +73,7 @@ from elastic_trainer.agent.membership.roles import (
     ToSeeker,
     Transition,
     excluded_message,
+    live_message,
     unfit_message,
 )
 from elastic_trainer.agent.membership.seeker import SLOWEST_S
@@ -95,18 +93,18 @@ from elastic_trainer.record.failures import (
 from elastic_trainer.worker.heartbeat import Request
 
 GROW_SETTLE_S: Final = 2.0
-"""Growth waits until nobody has come for so long: those that come together cost one epoch."""
+"""Growth waits until nobody has come for so long: agents that come together cost one epoch."""
 GROW_WAIT_S: Final = 30.0
 """Growth waits no longer than that once it is possible."""
 STRAYS_S: Final = SLOWEST_S
-"""How long one that does not know the newest epoch, and leads, waits for its members: they look at
+"""How long a coordinator that does not know the newest epoch waits for its members: they look at
 the board so often, and may hold newer state than anybody else."""
 UNPARK_S: Final = 0.5
-"""A parked job continues once nobody has come for so long: those that come together may hold what
+"""A parked job continues once nobody has come for so long: agents that come together may hold what
 the first of them lack, and cost one epoch."""
 LATE_S: Final = 1.0
-"""A successor whose board took longer than that to answer gives others as long: they check on the
-board that it leads before they join it."""
+"""A successor whose board took longer to answer gives others as long: they check on the board that
+it leads before they join it."""
 FINAL_SWAP_S: Final = 10.0
 """How long the end of a job waits for a board that does not answer, and an epoch for one whose
 folder is gone."""
@@ -137,19 +135,15 @@ ANY: Final = frozenset(Phase)
 LIVE: Final = ANY - {Phase.ENDING}
 BUSY: Final = frozenset({Phase.STARTING, Phase.RUNNING, Phase.DRAINING})
 """Workers of the epoch run."""
-IDLE: Final = frozenset({Phase.IDLE})
-FORMING: Final = frozenset({Phase.FORMING})
-STARTING: Final = frozenset({Phase.STARTING})
-RUNNING: Final = frozenset({Phase.RUNNING})
 
 
 class On(NamedTuple):
     """What an input does."""
 
-    phases: frozenset[Phase]
+    phases: Collection[Phase]
     """In which it counts; in others it is passed over."""
     handler: str
-    """Method of `Coordinator`."""
+    """Method of `Coordinator`; empty: nothing but `advance`."""
     advance: bool = False
     """Whether `Coordinator.advance` follows, which forms, grows or parks as things now are."""
 
@@ -161,7 +155,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     Won: On(ANY, "_another_won"),
     # Reports of agents. Those that name an epoch are passed over when it is another one.
     WorkersReady: On(LIVE, "_ready", advance=True),
-    WorkersRunning: On(STARTING, "_running", advance=True),
+    WorkersRunning: On({Phase.STARTING}, "_running", advance=True),
     WorkersStepped: On(LIVE, "_stepped"),
     WorkersCommitted: On(LIVE, "_committed"),
     WorkersSeen: On(BUSY, "_seen"),
@@ -184,27 +178,22 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     # Timers: before an epoch
     "gather": On(ANY, "_gather_over"),
     "hear": On(ANY, "_pass_over_the_silent"),
-    "strays": On(ANY, "_have_come", advance=True),
-    "late": On(FORMING, "_publish"),
-    "backoff": On(FORMING, "_publish"),
-    "parked": On(IDLE, "_parked_for_long"),
-    "unpark": On(IDLE, "_have_come", advance=True),
+    "strays": On(ANY, "", advance=True),
+    "late": On({Phase.FORMING}, "_publish"),
+    "backoff": On({Phase.FORMING}, "_publish"),
+    "parked": On({Phase.IDLE}, "_parked_for_long"),
+    "unpark": On({Phase.IDLE}, "", advance=True),
     # Timers: the end of an epoch
     "settle": On(ANY, "_settled", advance=True),
     "diagnose": On(BUSY, "_diagnose"),
     "together": On(ANY, "_departures_decided"),
     "boundary": On(BUSY, "_no_boundary"),
-    "grow": On(RUNNING, "_have_come", advance=True),
+    "grow": On({Phase.RUNNING}, "", advance=True),
 }
 
 
 class Coordinator(Role):
-    """Leads the job as long as it holds the lease.
-
-    Args:
-        ctx: shared with the roles before.
-        won: the board as it was won, with this agent's lease, and who is to come.
-    """
+    """Leads the job as long as it holds the lease, which `won` has."""
 
     def __init__(self, ctx: Context, won: ToCoordinator) -> None:
         super().__init__(ctx)
@@ -293,7 +282,9 @@ class Coordinator(Role):
         on = TRANSITIONS[what]
         if self.phase not in on.phases:
             return None
-        transition: Transition | None = getattr(self, on.handler)(*details)
+        transition: Transition | None = None
+        if on.handler:
+            transition = getattr(self, on.handler)(*details)
         return self.advance() if transition is None and on.advance else transition
 
     def received(self, conn: Conn, message: Message) -> Transition | None:
@@ -374,12 +365,8 @@ class Coordinator(Role):
         ctx, member = self.ctx, join.member
         node, host = member.node, member.host
         if join.job != ctx.job:
-            lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
-            return Reject(
-                code=EXIT_DO_NOT_RESTART,
-                reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
-                "wait for its end",
-            )
+            reason = live_message(ctx.job, ctx.me)
+            return Reject(code=EXIT_DO_NOT_RESTART, reason=reason)
         if differs := self._differs(join):
             ctx.log("member.refused", member=node, host=host, reason=differs)
             ctx.tell(Warned(text=f"{node} is refused: {differs}"))
@@ -526,7 +513,8 @@ class Coordinator(Role):
                 self.peers.lost_touch(peer, ctx.now)
                 if transition := self._lost(peer, f"silent for {silent_s:.1f} s"):
                     return transition
-        if self._is_cut_off():
+        late = ctx.now - self.lease.confirmed > ctx.settings.fence_s
+        if late and self.phase in BUSY and self.peers.unsure:  # they may have taken the lease
             self._end_epoch("cut off from other agents and from the board", ())
             return self.advance()
         return self.advance() if "alone" in ctx.timers else None
@@ -566,11 +554,6 @@ class Coordinator(Role):
         self.peers.remove(peer)
         for what in ("gone", "probe"):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
-
-    def _is_cut_off(self) -> bool:
-        """Whether agents that may live may have taken the lease, of which the board is silent."""
-        late = self.ctx.now - self.lease.confirmed > self.ctx.settings.fence_s
-        return late and self.phase in BUSY and bool(self.peers.unsure)
 
     def _may_be_cut_off(self) -> bool:
         """Whether most members have fallen silent at once: then this agent may be the lost one.
@@ -640,9 +623,6 @@ class Coordinator(Role):
         """Put off growth for a moment: somebody has come, or warms up."""
         if self._grow_by is not None and self._grow_by > self.ctx.now:
             self.ctx.timers["grow"] = min(self.ctx.now + GROW_SETTLE_S, self._grow_by)
-
-    def _have_come(self) -> None:
-        """Who was to come has come, or has had the time."""
 
     def _waits_for_more(self) -> bool:
         """Whether the first epoch of this coordinator waits for agents that should come."""
@@ -994,16 +974,13 @@ class Coordinator(Role):
     def _exclude(self, node: str, host: str, reason: str, kind: Kind | None = None) -> None:
         """Exclude a machine from the job, for good unless the operator readmits it.
 
-        Args:
-            node: which failed there; it may have left or moved since.
-            host: the machine; whoever is there goes.
-            reason: why.
-            kind: of the failure; None: the node left by itself.
+        All agents there go. `node` failed there, and may have moved since. No `kind`: it left by
+        itself.
         """
         ctx = self.ctx
         ctx.excluded[host] = reason
         ctx.log("member.evicted", member=node, host=host, reason=reason, kind=kind)
-        there = self.peers.on_host(host)
+        there = [peer for peer in self.peers if peer.member.host == host]  # pods may share it
         nodes = tuple(p.member.node for p in there if p.member.agent_id in self.members)
         if nodes and self.phase in BUSY:
             self._end_epoch(f"{named(node, host)} was excluded: {reason}", nodes)

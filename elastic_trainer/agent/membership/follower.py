@@ -32,13 +32,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersSeen,
 )
-from elastic_trainer.agent.membership.roles import (
-    Role,
-    ToCandidate,
-    ToDone,
-    ToSeeker,
-    Transition,
-)
+from elastic_trainer.agent.membership.roles import Role, ToCandidate, ToDone, ToSeeker, Transition
 from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.worker.heartbeat import Request
 
@@ -158,10 +152,7 @@ class Follower(Role):
         ctx.in_epoch = False
         ctx.tell(
             EpochAborted(
-                epoch=abort.epoch,
-                reason=abort.reason,
-                victims=abort.victims,
-                stacks=abort.stacks,
+                epoch=abort.epoch, reason=abort.reason, victims=abort.victims, stacks=abort.stacks
             )
         )
 

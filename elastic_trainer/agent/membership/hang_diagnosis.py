@@ -57,12 +57,8 @@ def find_hung_worker(
     (`find_behind`), then a process that is held or busy, then the one that stands for
     longest. Where nobody among them stands out, one that alone is held or busy does,
     though it says that it waits: a collective has brought it what it waited for, and it
-    got no further.
-
-    Args:
-        views: (node, worker) of the workers of the epoch; not empty.
-        complete: they are all there. Else only one that does not wait can be found, for
-            the others may wait for one that is not seen.
+    got no further. Unless the (node, worker) are `complete`, only one that does not wait can be
+    found, for the others may wait for one that is not seen.
     """
     tops: dict[int, tuple[int, int]] = {}
     for _, view in views:
@@ -191,11 +187,7 @@ class HangDiagnosis:
     def look_again_s(self, now: float, heard: Mapping[str, float], heartbeat_s: float) -> float:
         """Return when to look again, once the time for answers is over; 0.0: conclude now.
 
-        Args:
-            now: monotonic seconds.
-            heard: when each agent that has not answered, but is connected, last said anything.
-            heartbeat_s: between two words of a live agent.
-
+        `heard` is when each agent that has not answered, but is connected, last said anything.
         `asked` is None afterwards when the question was dropped: the workers have gone on.
         """
         assert self.asked is not None

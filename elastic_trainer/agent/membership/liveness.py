@@ -80,10 +80,6 @@ class Peers:
         """Return the agent of a node."""
         return self._by_node.get(node)
 
-    def on_host(self, host: str) -> list[Peer]:
-        """Return the agents on a machine: mostly one, but pods may share it."""
-        return [peer for peer in self if peer.member.host == host]
-
     def probe(self, peer: Peer, conn: Conn) -> None:
         """Note that `conn` is being dialed to learn whether `peer` lives."""
         peer.probe = conn
@@ -172,16 +168,10 @@ def natural(name: str) -> list[tuple[int, str]]:
 def choose_members(
     pool: list[Member], current: set[str], size: int, slow: Collection[str] = ()
 ) -> tuple[Member, ...]:
-    """Choose `size` of `pool`: those of the last epoch first, then by name; in name order.
+    """Choose `size` of `pool`, in name order: `slow` nodes last, those of `current` ids first."""
 
-    Args:
-        pool: who can run workers.
-        current: agent ids of the last epoch.
-        size: nodes of the rung.
-        slow: nodes that come last.
-    """
-    ranked = sorted(
-        pool,
-        key=lambda m: (m.node in slow, m.agent_id not in current, natural(m.node), m.agent_id),
-    )
-    return tuple(sorted(ranked[:size], key=lambda m: (natural(m.node), m.agent_id)))
+    def by_name(member: Member) -> tuple[list[tuple[int, str]], str]:
+        return natural(member.node), member.agent_id
+
+    ranked = sorted(pool, key=lambda m: (m.node in slow, m.agent_id not in current, by_name(m)))
+    return tuple(sorted(ranked[:size], key=by_name))

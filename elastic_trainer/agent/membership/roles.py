@@ -18,7 +18,7 @@ from elastic_trainer.agent.membership.messages import (
 )
 from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
 from elastic_trainer.agent.membership.terms import differences
-from elastic_trainer.board.state import BoardState, Token
+from elastic_trainer.board.state import BoardState, Lease, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,15 @@ def unfit_message(member: Member, settings: Settings) -> str:
     return (
         f"{member.node} has {member.workers} healthy accelerators, "
         f"every node of this job needs {settings.workers}"
+    )
+
+
+def live_message(job: str, coordinator: Member | Lease) -> str:
+    """Say why an agent of another submission may not take part."""
+    who = f"{coordinator.node} ({coordinator.address}:{coordinator.port})"
+    return (
+        f"the run is live in job {job}, coordinated by {who}: cancel that job first, or wait for "
+        "its end"
     )
 
 

@@ -13,6 +13,7 @@ from elastic_trainer.agent.membership.roles import (
     ToDone,
     ToFollower,
     Transition,
+    live_message,
     unfit_message,
 )
 from elastic_trainer.board.state import BoardState, Lease, Sizes, Token
@@ -74,17 +75,10 @@ class Seeker(Role):
             return ToCoordinator(state, token)  # a claim that was won, but its answer lost
         if lease is None or self._is_stale(lease):
             return self._claim(state, token)
-        if (
-            lease.job != ctx.job
-            and self._seen is not None
-            and self._seen.term == lease.term
-            and self._seen.beat != lease.beat
-        ):
-            return ToDone(
-                EXIT_DO_NOT_RESTART,
-                f"the run is live in job {lease.job}, coordinated by {lease.node} "
-                f"({lease.address}:{lease.port}): cancel that job first, or wait for its end",
-            )
+        seen = self._seen
+        beats = seen is not None and seen.term == lease.term and seen.beat != lease.beat
+        if beats and lease.job != ctx.job:
+            return ToDone(EXIT_DO_NOT_RESTART, live_message(lease.job, lease))
         self._note(lease)
         if (lease.address, lease.port) == (ctx.me.address, ctx.me.port):
             # The holder had this agent's port before: it is dead, and nobody else is there.

@@ -24,8 +24,7 @@ _MAX_NUMBER: Final = (1 << 16) - 1
 class Members(Sequence[Member]):
     """A fixed sequence of members; equal to any sequence of the same ones.
 
-    Args:
-        columns: one list for each field of a Member, all of the same length. Not copied.
+    `columns`, one list of the same length for each field of a Member, are not copied.
     """
 
     __slots__ = ("_columns",)
@@ -74,10 +73,7 @@ class Members(Sequence[Member]):
         return hashlib.blake2b(repr(self.ids).encode(), digest_size=16).hexdigest() if self else ""
 
     def picked(self, bounds: Sequence[int]) -> Members:
-        """Return rows of this table.
-
-        Args:
-            bounds: of the runs of rows, in their order: begin, end, begin, end, …
+        """Return runs of rows of this table; `bounds` are begin, end, begin, end, … of them.
 
         Raises:
             ValueError: they are not of this table, or more than it has.

@@ -47,10 +47,7 @@ def digest(terms: Terms) -> str:
 def differences(one: Terms, other: Terms, names: tuple[str, str]) -> tuple[str, str]:
     """Return what differs that must not, and what differs that may, for people; empty: nothing.
 
-    Args:
-        one: terms of the agent that joins.
-        other: terms of the coordinator.
-        names: their nodes.
+    `names` are the nodes of both.
     """
     must: list[str] = []
     may: list[str] = []

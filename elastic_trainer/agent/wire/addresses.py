@@ -53,31 +53,25 @@ def choose(
 ) -> str:
     """Return the address under which peers are to reach a node. Pure.
 
-    Args:
-        found: the node's interfaces that have addresses.
-        interface: name of the one to use, or `auto`: the one of the default route, else the
-            first that has a link.
-        cidr: network the address must lie in; goes before `interface`.
-        routed: addresses that the default routes start from, IPv4 first.
+    It is in network `cidr`, else of `interface`; `auto`: that of the default route, which starts
+    from one of `routed` (IPv4 first), else the first that has a link.
 
     Raises:
         ValueError: none fits; the message lists what there is.
     """
-    listed = ", ".join(str(one) for one in found) or "none"
+    listed = ", ".join(map(str, found)) or "none"
+    all_of = [(one, address) for one in found for address in one.addresses]
     if cidr is not None:
         network = ipaddress.ip_network(cidr, strict=False)
-        fits = [
-            (one, a) for one in found for a in one.addresses if ipaddress.ip_address(a) in network
-        ]
+        fits = [(one, a) for one, a in all_of if ipaddress.ip_address(a) in network]
         if not fits:
             raise ValueError(f"network.cidr: no address of this node is in {cidr}; it has {listed}")
         return _first_running(fits, f"network.cidr: {cidr}", listed)
     if interface != "auto":
-        fits = [(one, a) for one in found for a in one.addresses if one.name == interface]
+        fits = [(one, a) for one, a in all_of if one.name == interface]
         if not fits:
-            raise ValueError(
-                f"network.interface: no {interface} with an address here; have {listed}"
-            )
+            message = f"network.interface: no {interface} with an address here; have {listed}"
+            raise ValueError(message)
         return _first_running(fits, f"network.interface: {interface}", listed)
     live = [one for one in found if one.running and not one.loopback]
     usable = [address for one in live for address in one.addresses]
@@ -99,11 +93,7 @@ def with_links(found: Sequence[Interface], names: Sequence[str]) -> tuple[list[s
 
 
 def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
-    """Return the numeric address under which peers reach this node; arguments as in `choose`.
-
-    Raises:
-        ValueError: no address fits; the message lists what there is.
-    """
+    """Return the numeric address under which peers reach this node, as `choose` does."""
     return choose(interfaces(), interface=interface, cidr=cidr, routed=_routed())
 
 
@@ -116,7 +106,9 @@ def interface_of(address: str) -> str | None:
 
 def interfaces() -> list[Interface]:
     """Return this node's interfaces that have addresses, in the kernel's order."""
-    ipv6 = parse_if_inet6(_if_inet6())
+    ipv6: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        ipv6 = parse_if_inet6(Path("/proc/self/net/if_inet6").read_text(encoding="ascii"))
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -156,13 +148,6 @@ def parse_if_inet6(text: str) -> dict[str, list[str]]:
         if int(scope, 16) == 0 and not int(flags, 16) & _UNUSABLE:
             found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(address, 16))))
     return found
-
-
-def _if_inet6() -> str:
-    try:
-        return Path("/proc/self/net/if_inet6").read_text(encoding="ascii")
-    except OSError:
-        return ""  # a kernel without IPv6
 
 
 def _routed() -> list[str]:

@@ -33,28 +33,20 @@ from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
 from elastic_trainer.board.state import Board, BoardState, Token
 
 EVENT_S = 10.0
-"""Of connections that did not prove themselves, and of a board that fails, one event in so long
-tells of however many."""
+"""One event in so long tells of all connections that did not prove themselves, or of a board that
+fails."""
 
 OpenStoreCall = Callable[[int], tuple[str, int]]
 """epoch -> (address, port) of a fresh store."""
 
 
 class MembershipClient:
-    """One agent's place in the job.
+    """One agent's place in the job: submission `job`, another of which is refused on the same run.
 
-    Args:
-        me: this node; its address and port are those of `endpoint`.
-        job: id of this submission; another job on the same run is refused.
-        endpoint: listens already, so that its port is known.
-        network: serves `endpoint`; started and stopped by its owner.
-        open_store: hosts the store of an epoch; may take a while.
-        log: `log(event, epoch, fields)`, called on the network's thread: it must not wait.
-        notify: called on the network's thread whenever a notice was queued.
-        ready: this node's workers can be forked at once; else `WorkersReady` says when.
-        readmit: the machine may come back although it was excluded.
-        executors: for the board and for stores; own threads when left out. The board's keeps the
-            order of one agent's calls: `Membership` tells by it which call an answer is to.
+    `endpoint` has the address and port of `me`; its owner starts and stops `network`. `open_store`
+    may take a while. `log(event, epoch, fields)` and `notify`, for each notice, are called on the
+    network's thread and must not wait. `executors` are for the board and for stores, by default
+    threads; the board's keeps the order of calls: `Membership` matches answers by it.
     """
 
     def __init__(
@@ -180,9 +172,6 @@ class MembershipClient:
                     self._notify()
                 case Log(event, epoch, fields):
                     self._log(event, epoch, fields)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
         due = self._machine.next_timer()
         if due is not None and (self._timer is None or due < self._timer):
             self._timer = due

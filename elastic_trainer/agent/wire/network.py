@@ -57,10 +57,8 @@ _IP_BIND_ADDRESS_NO_PORT: Final = 24  # linux/in.h; Python has the name from 3.1
 def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
     """Return a socket that listens on the first free port of `ports`.
 
-    Args:
-        address: numeric, IPv4 or IPv6; `::` is all of both.
-        ports: tried in turn; `range(1)` lets the system pick.
-        first: index in `ports` to begin with; the range is gone through once from there.
+    They are tried once, from index `first` on; `range(1)` lets the system pick. `address` is
+    numeric, IPv4 or IPv6; `::` is all of both.
 
     Raises:
         OSError: no port is free, or the address is not this machine's.
@@ -95,9 +93,8 @@ class _Loop(asyncio.SelectorEventLoop):
 class NetworkThread:
     """The thread whose asyncio loop serves every endpoint made with it, and their timers.
 
-    Args:
-        crashed: called on the thread when an error of ours ends it, after every socket is
-            closed. An agent that can neither hear nor speak must not continue with its workers.
+    When an error of ours ends it, it closes every socket and calls `crashed`: an agent that can
+    neither hear nor speak must not continue with its workers.
     """
 
     def __init__(self, crashed: Callable[[BaseException], None] | None = None) -> None:
@@ -320,11 +317,8 @@ class _Link(asyncio.Protocol):
 class AcceptLimiter:
     """Counts the unproved connections of one port, by number. Pure.
 
-    Beyond `most` nobody is accepted, the kernel's queue holds whoever comes, and the slow ones of
-    the busiest host are cut off early: whoever floods the port makes way for the others.
-
-    Args:
-        most: at a time.
+    Beyond `most` at a time nobody is accepted, the kernel's queue holds whoever comes, and the slow
+    ones of the busiest host are cut off early: whoever floods the port makes way for the others.
     """
 
     def __init__(
@@ -384,11 +378,7 @@ class AcceptLimiter:
 class Endpoint:
     """One agent's listening socket and connections. All but the constructor on the thread.
 
-    Args:
-        network: serves it.
-        address: numeric address to listen on and dial from.
-        ports: tried in turn; `range(1)` lets the system pick.
-        badge: what both ends of every connection prove to each other.
+    It listens on `address` (numeric), on a port of `ports` as `listen` picks it, and dials from it.
 
     Raises:
         OSError: no port is free, or the address is not this machine's.
@@ -467,10 +457,10 @@ class Endpoint:
         self.ended(link, refused=refused)
 
     def _dialing_socket(self, address: str, port: int) -> socket.socket:
-        """Return a socket to dial from.
+        """Return a socket to dial from, without asking a name server.
 
         Raises:
-            OSError: no descriptor is left, or that is not an address: no name server is ever asked.
+            OSError: no descriptor is left, or that is not an address.
         """
         try:
             is_address = ipaddress.ip_address(address).version == self._address.version

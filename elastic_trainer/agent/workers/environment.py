@@ -30,9 +30,7 @@ class Scratch:
 
     An agent that is killed cannot tidy up, and its snapshots may be most of a node's memory.
     A lock tells whether the owner lives: a process id may be another's, or of another namespace.
-
-    Args:
-        root: directory in memory; a temporary one where it cannot be written.
+    Where `root`, in memory, cannot be written, it is in the system's temporary folder.
     """
 
     def __init__(self, run_id: str, node: str, *, root: Path = SHARED_MEMORY) -> None:
@@ -51,12 +49,9 @@ class Scratch:
 
 
 def make_again(path: Path, snapshots: Path | None) -> bool:
-    """Make a directory of this process again where somebody has removed it, or what is in it.
+    """Make a directory of this process again, and return whether anything of it was missing.
 
-    As systemd-logind does when the user's last session ends (RemoveIPC), and cleaners of /tmp.
-
-    Returns:
-        Whether anything was missing.
+    systemd-logind removes it when the user's last session ends (RemoveIPC), or a cleaner of /tmp.
     """
     wanted = [path] if snapshots is None else [path, snapshots]
     if all(each.is_dir() for each in wanted):
@@ -104,15 +99,9 @@ def base_environment(
 ) -> dict[str, str]:
     """Return what every worker of this node, and the zygote, starts with.
 
-    What the user set stays. One OpenMP thread each by default, like torchrun: libraries
-    read it while they load, so it must be there before the zygote imports them.
-
-    Args:
-        inherited: the agent's own.
-        workers: per node.
-        address: picks the network interface.
-        run_dir: None where only flags describe the job.
-        record_dir: has the job's events and logs.
+    What the user set stays. One OpenMP thread each by default, like torchrun: libraries read it
+    while they load, so it must be there before the zygote imports them. `address` picks the network
+    interface; `run_dir` is None where only flags describe the job.
     """
     env = dict(inherited)
     if workers > 1:

@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.events import Event, EventSource, record
 from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
@@ -97,10 +92,7 @@ class Telemetry:
     knows: restarts that remain, and the flakiness that follows from them. Handlers are called in a
     thread, for one that waits for a network must not hold up a recovery.
 
-    Args:
-        group: read whenever something is told.
-        host: never asked of the name service.
-        clock: monotonic seconds.
+    `group` is read whenever something is told; `host` is never asked of the name service.
     """
 
     def __init__(self, group: WorkerGroup, host: str, clock: Callable[[], float]) -> None:

@@ -26,6 +26,7 @@ from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import (
     DETAIL_CHARS,
@@ -44,14 +45,14 @@ from elastic_trainer.record.failures import (
 STACKS_JOIN_S = 1.0
 """How long the agent's end waits for stacks that storage has yet to take."""
 LAST_LINES = 8
-"""Of a failed worker's stderr, as far as the agent says them again."""
+"""Lines of a failed worker's stderr that the agent says again."""
 MEANINGS = {
     EXIT_SAVED: "stopped, may be continued",
     EXIT_TOO_FEW_NODES: "too few nodes",
     EXIT_DO_NOT_RESTART: "a restart would not help",
     EXIT_BUDGET_USED_UP: "too many failures",
 }
-"""Of exit codes, for people."""
+"""Exit code -> what it means, for people."""
 STDERR = 2
 CATCH_UP_S = 0.25
 """A line waits for so long, so that what the workers wrote before it is shown before it."""
@@ -62,10 +63,7 @@ FIRST_S, LONGEST_S = 5.0, 600.0
 
 
 class Voice:
-    """Says lines in a thread of its own: the agent never waits for who reads its stderr.
-
-    Any thread may call it.
-    """
+    """Says lines, for any thread, in its own: the agent never waits for who reads its stderr."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -103,11 +101,7 @@ class Voice:
 
 
 class Waiting:
-    """When a wait is to be said: rarely, and the longer it takes the more so.
-
-    Args:
-        now: monotonic seconds, when it began.
-    """
+    """When a wait that begins `now` is to be said: rarely, and the longer it takes the more so."""
 
     def __init__(self, now: float) -> None:
         self._next, self._pause_s = now + FIRST_S, FIRST_S
@@ -146,12 +140,7 @@ class Running:
 
 
 class Reporter:
-    """Reports of one node's workers. It decides nothing.
-
-    Args:
-        clock: monotonic seconds.
-        voice: closed by `close`.
-    """
+    """Reports of one node's workers. It decides nothing."""
 
     def __init__(
         self,
@@ -209,11 +198,8 @@ class Reporter:
 
     def show(self, epoch: Running, *, stalled: bool) -> None:
         """Tell the coordinator where the workers stand; also put those that hang on record."""
-        self._membership.report(
-            epoch.monitor.seen(
-                epoch.formed.epoch, stalled=stalled, committed=self._committed(epoch)
-            )
-        )
+        number, committed = epoch.formed.epoch, self._committed(epoch)
+        self._membership.report(epoch.monitor.seen(number, stalled=stalled, committed=committed))
         for worker in epoch.monitor.newly_hung():
             self._log.emit(
                 "worker.stalled",
@@ -236,11 +222,8 @@ class Reporter:
     ) -> None:
         """Put the end of a worker on record, and say a failure.
 
-        Args:
-            exited: how it ended.
-            failure: what that means; None: it ended well, or was killed here.
-            detail: stands where there is no failure.
-            shown: its stderr is on the agent's own; None: a failure is not said.
+        Without a `failure` it ended well, or was killed here, and `detail` is put on record.
+        `shown`: its stderr is on the agent's own; None: a failure is not said.
         """
         if failure is not None and shown is not None:
             self._say_failure(exited, failure, shown=shown)
@@ -259,14 +242,8 @@ class Reporter:
 
     def started(self, started: WorkerStarted) -> None:
         """Put the start of a worker on record."""
-        self._log.emit(
-            "worker.started",
-            pid=started.pid,
-            local_rank=started.local_rank,
-            worker_rank=started.rank,
-            how=started.how,
-            why=started.why,
-        )
+        fields = dataclasses.asdict(started)
+        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
 
     def standby(self, ready: StandbyReady) -> None:
         """Put on record that a process waits for the next epoch."""
@@ -293,9 +270,7 @@ class Reporter:
 
     def _say_failure(self, exited: WorkerExited, failure: Failure, *, shown: bool) -> None:
         """Say a failure; of an epoch's first the last lines of stderr too, unless `shown`."""
-        ended = f"exit code {exited.code}"
-        if exited.signal is not None:
-            ended = signal_name(exited.signal)
+        ended = signal_name(exited.signal) if exited.signal else f"exit code {exited.code}"
         epoch, detail = self._log.epoch or 0, failure.detail
         if ended not in detail:
             detail = f"{ended}: {detail}"
@@ -316,8 +291,8 @@ class Reporter:
         if rank < 0:
             self.say(f"epoch {formed.epoch} runs on {nodes} nodes without this one: it is a spare")
         elif not first:
-            counted = "1 node" if nodes == 1 else f"{nodes} nodes"
-            self.say(f"restart: epoch {formed.epoch} on {counted}; {formed.reason}")
+            on = counted(nodes, "node")
+            self.say(f"restart: epoch {formed.epoch} on {on}; {formed.reason}")
 
     def aborted(self, notice: EpochAborted) -> None:
         """Say why an epoch ends, where this node has not said it of its own workers."""

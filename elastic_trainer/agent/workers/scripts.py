@@ -14,10 +14,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
 
+from elastic_trainer.agent.hangs.stacks import size_of
 from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
-from elastic_trainer.agent.workers.workers import Workers, size_of
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.command import fill, values_of
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
@@ -53,15 +54,10 @@ class _StopSent:
 class Scripts:
     """The part of one agent that is for scripts; one epoch after the other.
 
-    Args:
-        say: says a line to people.
-        shown: takes the steps that the script shows, see script_steps.py; None: `log` does.
-        record_dir: has the job's events and logs.
-        follower: None: nothing in the logs is to be shown or looked for.
-        split: stdout and stderr have logs of their own.
-        grace_s: between the signal that asks to leave and SIGKILL.
-        stop_signal: what asks workers to leave, in place of SIGTERM.
-        from_scratch: the script may begin at its first step after each restart.
+    `shown` takes the steps that the script shows, see script_steps.py; by default `log` does.
+    Without a `follower` nothing in the logs is shown or looked for. With `split` stdout and stderr
+    have separate logs. `grace_s` is between `stop_signal`, which asks workers to leave in place of
+    SIGTERM, and SIGKILL. `from_scratch`: the script may begin at its first step after each restart.
     """
 
     def __init__(
@@ -83,8 +79,9 @@ class Scripts:
         self._grace_s, self._stop_signal = grace_s, stop_signal
         self._may_begin_anew = from_scratch
         self._stop: _StopSent | None = None
-        self._signalled = False
-        """This node's agent was signalled: a scheduler signals the workers beside it."""
+        self.signalled = False
+        """This node's agent was signalled: the request follows, and a scheduler signals the workers
+        beside it."""
         self._shown_step, self._shown_at = 0, float("-inf")
         self._epoch = 0
         self._before = self._newest = 0
@@ -147,11 +144,8 @@ class Scripts:
         self._was, self._now = self._now or self._was, None
         self._begun, self._compared = {}, False
         self._uses_api = self._ended_well = False
-        if (
-            not (known and (heard or not speaks))
-            and self._record_dir is not None
-            and self._task.kind != "main"
-        ):
+        seen = known and (heard or not speaks)
+        if not seen and self._record_dir is not None and self._task.kind != "main":
             # It is for people to read: storage that fails now must not stop a script.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 self._was = newest_shown(self._record_dir)
@@ -203,12 +197,11 @@ class Scripts:
     def look_back(self, beats: Mapping[int, Beat], *, ending: bool = False) -> Failure | None:
         """Compare where the script began in this epoch with what it had shown before; once.
 
-        Args:
-            beats: readings as `beats` returns them, of some workers.
-            ending: the epoch ends anyway.
+        `beats` are readings of some workers, as `beats` returns them; `ending`: the epoch ends
+        anyway.
 
         Returns:
-            HF517, it has begun at its first step again and may not go on; else None.
+            HF517, it has begun at its first step again and may not continue; else None.
         """
         if not self._speaks or self._task.kind == "main":
             return None
@@ -253,8 +246,9 @@ class Scripts:
                     "true (--rdzv-conf from_scratch=true)"
                 )
                 found = replace(found, now=replace(found.now, from_scratch=0))
-                self._now = found.now  # whoever starts it anew has the same two tries
+                self._now = found.now  # whoever starts it again has the same two tries
             self._say(reason)
+        now = found.now
         self._shown.emit(
             "script.restarted",
             step=found.first,
@@ -263,12 +257,11 @@ class Scripts:
             newest=found.newest,
             redone=found.redone,
             from_scratch=found.from_scratch,
-            by=found.now.source.name.lower(),
+            by=now.source.name.lower(),
             stops=stops,
             reason=reason,
         )
-        fields = found.now.to_fields()
-        self._shown.emit("script.progress", step=found.now.step, epoch=self._epoch, **fields)
+        self._shown.emit("script.progress", step=now.step, epoch=self._epoch, **now.to_fields())
         self._shown_step = max(self._shown_step, found.now.step)
         if not stops:
             return None
@@ -294,13 +287,7 @@ class Scripts:
     # -- requests as signals ----------------------------------------------------------------
 
     def ask(self, request: Request, now: float, name: str = signal.SIGTERM.name) -> None:
-        """Take a request that the workers' heartbeats have been given already.
-
-        Args:
-            request: of STOP and GROW.
-            now: by the clock.
-            name: of the signal that passes it on, the first time.
-        """
+        """Take a request that the workers' heartbeats have already: signal `name` passes it on."""
         if self._task.kind == "main" or not request & (Request.STOP | Request.GROW):
             return
         if self._stop is None:
@@ -318,11 +305,9 @@ class Scripts:
         return f"{name}: {what}, workers are asked to save and leave{within}{again}"
 
     def turn(self, now: float, workers: Workers) -> None:
-        """Send what is due: a signal to those who take no requests, SIGKILL to those who stay."""
+        """Send what is due: a signal to workers that take no requests, SIGKILL if they stay."""
         stop = self._stop
-        if stop is None:
-            return
-        if self.take_requests(workers):
+        if stop is None or self.take_requests(workers):
             return  # they leave at a step that they agree on
         for local_rank, pid in workers.pids().items():
             if local_rank not in stop.signalled:
@@ -344,14 +329,10 @@ class Scripts:
         """Return whether the script looks at what is asked for, by the API."""
         return any(beat.listens for beat in workers.beats().values())
 
-    def agent_signalled(self) -> None:
-        """Note that this node's agent was asked to stop or to leave; the request follows."""
-        self._signalled = True
-
     @property
     def asked(self) -> bool:
         """Whether scripts are being asked to leave: how they end from now on is no failure."""
-        return self._task.kind != "main" and (self._stop is not None or self._signalled)
+        return self._task.kind != "main" and (self._stop is not None or self.signalled)
 
     def classify(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
         """Return what the end of a worker means: one that was asked to leave did not fail.

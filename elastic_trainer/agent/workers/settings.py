@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -31,26 +31,6 @@ class MembershipHandler(Protocol):
 
     def close(self) -> None:
         """Leave, and end the handler's threads."""
-
-
-class SnapshotKeeper(Protocol):
-    """What the agent needs of the keeper of its node's snapshots (`agent/keeper.py`)."""
-
-    def free(self, before_epoch: int) -> None:
-        """Remove images of epochs before `before_epoch`."""
-
-    def holds_any(self) -> bool:
-        """Return whether there is an image that was not freed."""
-
-
-class Watchers(Protocol):
-    """Those who are shown how the node is (`agent/metrics.py`). Neither call may wait."""
-
-    def show(self, status: NodeStatus) -> None:
-        """Take the newest look at the node."""
-
-    def list_agents(self, epoch: int, members: Sequence[Member]) -> None:
-        """Take all agents of the run, from the one that coordinates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,14 +111,8 @@ class _Tailed:
 class LogFollower:
     """Follows the logs of one epoch after the other; starts with the first.
 
-    Args:
-        streams: local rank -> what the console shows of it.
-        pattern: regular expression with one group, the step; None: none is looked for.
-        role: for the prefixes.
-        prefix: template of a prefix, which may name role_name, rank and local_rank as ${…}; None:
-            torchrun's own.
-        out: the console's stdout.
-        err: its stderr.
+    `streams` is local rank -> what the console shows of it; `pattern` has one group, the step.
+    `prefix` is a template that may name role_name, rank and local_rank as ${…}; None: torchrun's.
     """
 
     def __init__(

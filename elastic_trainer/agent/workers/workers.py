@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.hangs.stacks import StackTarget
+from elastic_trainer.agent.hangs.stacks import StackTarget, size_of
 from elastic_trainer.agent.membership.tasks import (
     Happening,
     Launch,
@@ -34,13 +34,13 @@ ORPHANS_S = 2.0
 
 
 OOM_KILLED = "the kernel has killed processes of this machine for memory (oom_kill in /proc/vmstat)"
-"""What stands for the log of a worker that died of SIGKILL meanwhile."""
+"""Replaces the log of a worker that died of SIGKILL meanwhile."""
 
 
 def oom_kills() -> int:
-    """Return how many processes of this machine the kernel has killed for memory since it booted.
+    """Count the processes of this machine, in a container too, that the kernel killed for memory.
 
-    In a container too; 0 where the kernel does not tell.
+    Since it booted; 0 where the kernel does not tell.
     """
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
@@ -71,13 +71,8 @@ class _Started:
 class Workers:
     """The workers of the current epoch, and the zygote behind them.
 
-    Every call returns at once but for `kill_all`, which has a deadline.
-
-    Args:
-        env: of all of them.
-        zygote: runs already, for this task; None: one starts in its own interpreter.
-        clock: monotonic seconds.
-        oom_kills: counts the processes that the kernel has killed for memory.
+    Every call returns at once but for `kill_all`, which has a deadline. Without a `zygote` for this
+    task one starts in its own interpreter.
     """
 
     def __init__(
@@ -92,7 +87,8 @@ class Workers:
         self.task, self._env, self._clock = task, dict(env), clock
         self._oom_kills = oom_kills
         self._zygote = zygote or self._start_zygote()
-        self._ready = False
+        self.ready = False
+        """The zygote has imported what it could, so that a launch begins at once."""
         self.cleared = True
         """Nothing that a worker of an ended epoch has started is left."""
         self._epoch = _Started()
@@ -107,11 +103,6 @@ class Workers:
     def zygote_pid(self) -> int:
         """Process id of the zygote."""
         return self._zygote.pid
-
-    @property
-    def ready(self) -> bool:
-        """Whether the zygote has imported what it could, so that a launch begins at once."""
-        return self._ready
 
     @property
     def alive(self) -> int:
@@ -152,8 +143,7 @@ class Workers:
     def stand_by(self, env: Mapping[str, str]) -> None:
         """Prepare a process for each worker's place in the next epoch; `poll` says which is ready.
 
-        Args:
-            env: as the next launch's may be, where that differs from the one of this epoch.
+        `env` is what the next launch's may have that differs from this epoch's.
         """
         if self.task.fresh or self.task.kind == "command":
             return  # these start by exec
@@ -222,7 +212,7 @@ class Workers:
             Those that ended, and the process ids of those that could not be made to.
         """
         deadline = self._clock() + deadline_s
-        if not self._ready:  # nothing was sent yet, so nobody is there to be killed
+        if not self.ready:  # nothing was sent yet, so nobody is there to be killed
             self._unsent.clear()
             for local_rank in list(self._epoch.workers):
                 self._forget(local_rank)
@@ -234,7 +224,7 @@ class Workers:
             self._replace_zygote("did not reap its workers")
         exits = [item for item in self._found if isinstance(item, WorkerExited)]
         lost = [item for item in self._found if isinstance(item, ZygoteLost)]
-        self._found = list(lost)
+        self._found = [*lost]
         return exits, [pid for item in lost for pid in item.unreapable]
 
     @property
@@ -254,6 +244,7 @@ class Workers:
         return ZygoteClient.spawned(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
 
     def _replace_zygote(self, why: str) -> None:
+        self._unsent.clear()
         lost = list(self._epoch.workers.items())
         unreapable = self._zygote.close(ORPHANS_S)
         # Before the exits, of which it is the cause.
@@ -268,30 +259,28 @@ class Workers:
         )
         for local_rank, worker in lost:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
-        self._zygote, self._ready, self.cleared = self._start_zygote(), False, True
+        self._zygote, self.ready, self.cleared = self._start_zygote(), False, True
 
     def _flush(self) -> None:
         """Send what waits, once the zygote is warm: what was not sent can be taken back."""
-        if not self._ready:
+        if not self.ready:
             return
         try:
             while self._unsent:
                 self._zygote.send(**self._unsent[0])
                 self._unsent.pop(0)
         except ZygoteDiedError as error:
-            self._unsent.clear()
             self._replace_zygote(str(error))
 
     def _read(self, timeout_s: float) -> None:
         try:
             messages = self._zygote.receive(timeout_s)
         except ZygoteDiedError as error:
-            self._unsent.clear()
             self._replace_zygote(str(error))
             return
         for message in messages:
             if message["event"] == "ready":
-                self._ready = True
+                self.ready = True
                 self._flush()
                 continue
             if message["event"] == "standby":
@@ -304,11 +293,9 @@ class Workers:
                 self.cleared = True
                 continue
             worker = self._epoch.workers.get(message["local_rank"])
-            if worker is None:
-                continue
-            if message["event"] == "started":
+            if worker is not None and message["event"] == "started":
                 self._started(worker, message)
-            else:
+            elif worker is not None:
                 self._exited(message["local_rank"], worker, message["status"])
 
     # -- workers --------------------------------------------------------------------------
@@ -389,14 +376,6 @@ def _read_tail(worker: _Local) -> str:
         return f"(the log cannot be read: {error})"
 
 
-def size_of(log: Path) -> int:
-    """Return how long a log is so far, in bytes; 0 where there is none."""
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
-
-
 def has_run(beat: Beat) -> bool:
     """Return whether the worker of this reading has completed a step of its epoch."""
     return beat.section >= Section.STEP
@@ -405,9 +384,7 @@ def has_run(beat: Beat) -> bool:
 def failure_of(exited: WorkerExited, *, beats: bool) -> Failure | None:
     """Classify the end of a worker; None for a good end.
 
-    Args:
-        exited: how it ended.
-        beats: its heartbeat tells how far it came; of a script without one nobody knows.
+    `beats`: its heartbeat tells how far it came; of a script without one nobody knows.
     """
     if exited.code in {EXIT_DONE, EXIT_SAVED}:
         return None

@@ -14,6 +14,7 @@ import test_zygote as t
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
+from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.notices import (
     EpochFormed,
     JobStopped,
@@ -27,7 +28,7 @@ from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.workers.environment import Scratch
 from elastic_trainer.agent.workers.group import JobResult
-from elastic_trainer.agent.workers.settings import AgentConfig, SnapshotKeeper
+from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.event_log import EventLog
@@ -124,7 +125,7 @@ class Bench:
     task: Task | None = None
     event_log_handler: str = "null"
     zygotes: list[Workers] = field(default_factory=list)
-    keeper: SnapshotKeeper | None = None
+    keeper: Keeper | None = None
 
     def run(
         self, script: Callable[[ScriptedMembership], None], me: Member = ME

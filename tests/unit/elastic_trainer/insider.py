@@ -15,11 +15,8 @@ class Insider:
 
     def __init__(self, port: int, badge: Badge, timeout_s: float) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout_s)
-        where = {"label": badge.label, "context": badge.context}
         try:
-            self.session = authenticate(
-                self.sock, badge.secret, server=False, timeout_s=timeout_s, **where
-            )
+            self.session = authenticate(self.sock, badge, server=False, timeout_s=timeout_s)
         except AuthError:
             self.sock.close()
             raise

@@ -47,14 +47,8 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 
 
 def prove(key: bytes, *, server: bool) -> Authenticate:
-    return partial(
-        authenticate,
-        secret=Secret(key * KEY_BYTES),
-        server=server,
-        label=KEEPER_LABEL,
-        context="run",
-        timeout_s=2,
-    )
+    badge = Badge(Secret(key * KEY_BYTES), KEEPER_LABEL, "run")
+    return partial(authenticate, badge=badge, server=server, timeout_s=2)
 
 
 def dial(keeper: Keeper, key: bytes = b"k") -> PeerLink:

@@ -194,11 +194,11 @@ def test_a_reported_step_ends_the_counting(counter) -> None:
     optimizer.step()
     beat = heartbeat.read()
     assert (beat.step, beat.committed_step, beat.counter) == (100, 99, 2)
-    steps.listen()
+    steps.heartbeat.listen()
     heartbeat.ask(Request.GROW | Request.SAVE)
-    assert steps.asked() == Request.GROW | Request.SAVE
-    steps.save_served()
-    assert steps.asked() == Request.GROW
+    assert steps.heartbeat.asked() == Request.GROW | Request.SAVE
+    steps.heartbeat.save_served()
+    assert steps.heartbeat.asked() == Request.GROW
     assert heartbeat.read().listens
 
 

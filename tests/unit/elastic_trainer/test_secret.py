@@ -21,6 +21,7 @@ from elastic_trainer.worker.secret import (
     NONCE_BYTES,
     SECRET_NAME,
     AuthError,
+    Badge,
     Handshake,
     Secret,
     SecretError,
@@ -300,7 +301,7 @@ def both(server_secret, client_secret, timeout_s=2.0):
 
     def run(sock, secret, server):
         try:
-            authenticate(sock, secret, server=server, timeout_s=timeout_s, **PORT)
+            authenticate(sock, Badge(secret, **PORT), server=server, timeout_s=timeout_s)
         except AuthError as error:
             errors[server] = str(error)
             sock.close()
@@ -346,7 +347,7 @@ def test_a_slow_end_is_given_up_in_time(server):
         thread.start()
         begun = time.monotonic()
         with pytest.raises(AuthError, match=r"within 0.3 s|timed out"):
-            authenticate(ours, Secret(KEY), server=server, timeout_s=0.3, **PORT)
+            authenticate(ours, Badge(Secret(KEY), **PORT), server=server, timeout_s=0.3)
         assert time.monotonic() - begun < 1.0
         stop.set()
         thread.join()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.agent.hangs.stacks import StackTarget, gather_stacks
-from elastic_trainer.worker.worker_answers import ask, ask_path, signalled_path
+from elastic_trainer.worker.worker_answers import ASK, SIGNALLED, ask
 
 ANSWERS = """
 import sys
@@ -93,7 +93,7 @@ def test_stacks_are_read_when_all_of_them_are_written_however_slowly(start: Star
     assert "in the_main_thread" in said  # the last that is written
     assert texts["rank0.flight.json"] == b'{"entries": []}'
     # Frames that change while a signal handler reads them crash the worker.
-    assert signalled_path(target.heartbeat).read_bytes() == b""
+    assert target.heartbeat.with_suffix(SIGNALLED).read_bytes() == b""
 
 
 @pytest.mark.process
@@ -110,9 +110,9 @@ def test_a_worker_whose_thread_cannot_answer_is_sent_a_signal(start: Start) -> N
 def test_who_cannot_be_asked_is_found(tmp_path: Path) -> None:
     heartbeat = tmp_path / "0.heartbeat"
     assert not ask(heartbeat)  # it has no pipe
-    os.mkfifo(ask_path(heartbeat))
+    os.mkfifo(heartbeat.with_suffix(ASK))
     assert not ask(heartbeat)  # nobody reads
-    reads = os.open(ask_path(heartbeat), os.O_RDONLY | os.O_NONBLOCK)
+    reads = os.open(heartbeat.with_suffix(ASK), os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert all(ask(heartbeat) for _ in range(1 << 17))  # more than fits
     finally:
