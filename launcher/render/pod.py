@@ -120,7 +120,7 @@ def _spec(job: PodJob) -> Object:
 def _rendered_spec(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     account = wish.service_account or (own_account(job.name) if job.registers else None)
-    return _given(
+    return given(
         serviceAccountName=account,
         # No rights in pods that need none.
         automountServiceAccountToken=bool(job.registers),
@@ -141,7 +141,7 @@ def _rendered_spec(job: PodJob) -> Object:
 def _container(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     resources = _resources(job)
-    return _given(
+    return given(
         name=CONTAINERS[job.kind],
         image=job.image,
         imagePullPolicy=wish.image_pull_policy,
@@ -241,7 +241,7 @@ def _tolerations(job: PodJob) -> list[Object] | None:
 
 
 def _toleration(wish: Toleration) -> Object:
-    return _given(
+    return given(
         key=wish.key,
         operator=wish.operator or ("Equal" if wish.value is not None else "Exists"),
         value=wish.value,
@@ -290,7 +290,7 @@ def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
 
 def _pod_security(wish: Kubernetes) -> Object:
     asked = wish.security
-    return _given(
+    return given(
         runAsNonRoot=True if asked.is_restricted else None,
         runAsUser=asked.run_as_user,
         runAsGroup=asked.run_as_group,
@@ -305,10 +305,10 @@ def _container_security(wish: Kubernetes) -> Object:
     """Return the container's rights: RDMA registers memory, so it may lock it."""
     asked = wish.security
     locks = wish.fabric != "none" or bool(wish.rdma)
-    capabilities = _given(
+    capabilities = given(
         drop=["ALL"] if asked.is_restricted else None, add=["IPC_LOCK"] if locks else None
     )
-    return _given(
+    return given(
         allowPrivilegeEscalation=False,
         readOnlyRootFilesystem=True if asked.read_only_root else None,
         capabilities=capabilities or None,
@@ -336,7 +336,7 @@ def _volumes(job: PodJob) -> list[Object]:
     for name, volume in wish.volumes.items():
         if volume.claim is not None:
             claim = {"claimName": volume.claim, "readOnly": True if volume.read_only else None}
-            source = {"persistentVolumeClaim": _given(**claim)}
+            source = {"persistentVolumeClaim": given(**claim)}
         else:
             source = {"hostPath": {"path": volume.host_path}}
         found.append({"name": name, **source})
@@ -369,6 +369,6 @@ def _mounts(job: PodJob) -> list[Object]:
     return found
 
 
-def _given(**fields: Any) -> Object:
+def given(**fields: Any) -> Object:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
