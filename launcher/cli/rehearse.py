@@ -26,7 +26,7 @@ from launcher.cli.common import (
 from launcher.cli.terminal import coloured, print_table
 
 if TYPE_CHECKING:
-    from launcher.local.rehearsal.verdicts import RowVerdict
+    from launcher.local.verdicts import RowVerdict
 
 EPILOG = """\b
 Examples:
@@ -38,7 +38,7 @@ FAILURES: Final = (
     *("rank-killed", "hang", "node-lost", "coordinator-lost"),
     *("disk-full", "preemption", "slow-node"),
 )
-"""Those of launcher/local/rehearsal/verdicts.py, which is imported only when a job is rehearsed."""
+"""Those of launcher/local/verdicts.py, which is imported only when a job is rehearsed."""
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -74,9 +74,8 @@ def rehearse(
     listed. A script runs as it is, on CPUs. Exit codes: 0 it survives, 1 it does not, 2 the input
     is wrong, 130 interrupted.
     """
-    from launcher.local.rehearsal.rehearse import Interrupted, Rehearsal
-    from launcher.local.rehearsal.scaling import CORPUS, scaled
-    from launcher.local.rehearsal.verdicts import Failing, passed
+    from launcher.local.rehearse import CORPUS, Interrupted, Rehearsal, scaled
+    from launcher.local.verdicts import Failing, passed
     from launcher.spec.reading import load_spec
 
     try:
