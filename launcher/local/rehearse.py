@@ -120,7 +120,7 @@ class Rehearsal:
 
         Raises:
             UserError: HF698 the job does not even run undisturbed; as `holdfast run`.
-            Interrupted: see there.
+            Interrupted: the user wants the end.
         """
         small = load_spec(self.job, self.sets)
         self._make_folder()
