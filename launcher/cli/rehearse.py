@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import time
@@ -97,7 +98,7 @@ def rehearse(
         shutil.rmtree(place)
     if as_json:
         kept = None if ok else str(place)
-        found = [row.to_dict() for row in rows]
+        found = [dataclasses.asdict(row) for row in rows]
         print_json({"ok": ok, "scaled": list(changes), "failures": found, "folder": kept})
     else:
         cells = [(row.failing, coloured(row.level, _COLOURS), row.text) for row in rows]

@@ -54,15 +54,6 @@ class RowVerdict:
     faults: tuple[str, ...] = ()
     """As for `holdfast run --fault`."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {
-            "failing": str(self.failing),
-            "level": str(self.level),
-            "text": self.text,
-            "faults": list(self.faults),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from launcher.spec.values import SpecSection, Text, plain_text, refuse
+from launcher.spec.values import Many, SpecSection, Text, form, plain_text, refuse, whole_as_text
 
 _NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
 _OURS: Final = (
@@ -19,7 +19,7 @@ _OURS: Final = (
     r"|PS[0-4]|PROMPT_COMMAND|EXECIGNORE|GLOBIGNORE|TMOUT|COMP_.*|READLINE_.*|REPLY|MAPFILE|COPROC)"
 )
 """What Slurm, Kubernetes, the agents or the shell set themselves."""
-_SECRET_REF: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}")
+_SECRET_REF: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}"  # noqa: S105  a form
 
 
 def variable_name(value: str) -> str:
@@ -47,11 +47,6 @@ VariableName = Annotated[str, Field(max_length=256), AfterValidator(variable_nam
 Inherited = Annotated[str, Field(max_length=256), AfterValidator(_inherited)]
 
 
-def _number(value: Any) -> Any:
-    # OMP_NUM_THREADS: 8 is plain enough; 1.10 or yes would lose how they were written.
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _value(value: str) -> str:
     return plain_text(value) if value else value
 
@@ -59,16 +54,10 @@ def _value(value: str) -> str:
 Value = Annotated[
     str,
     Field(max_length=32768),
-    BeforeValidator(_number),
+    BeforeValidator(whole_as_text),  # of 1.10 or yes it would lose how they were written
     AfterValidator(_value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
 ]
-
-
-def _secret_ref(value: str) -> str:
-    if not _SECRET_REF.fullmatch(value):
-        raise refuse("HF015", f"expected NAME/KEY of a Secret, as wandb/api-key, found {value}")
-    return value
 
 
 class SecretRef(SpecSection):
@@ -78,9 +67,9 @@ class SecretRef(SpecSection):
     env: VariableName | None = Field(
         None, description="A variable of the environment that the job is submitted from."
     )
-    kubernetes: Annotated[Text, AfterValidator(_secret_ref)] | None = Field(
-        None, description="On Kubernetes: NAME/KEY of a Secret in the job's namespace."
-    )
+    kubernetes: (
+        Annotated[Text, form(_SECRET_REF, "NAME/KEY of a Secret, as wandb/api-key")] | None
+    ) = Field(None, description="On Kubernetes: NAME/KEY of a Secret in the job's namespace.")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -108,7 +97,7 @@ class Env(SpecSection):
         "{kubernetes: NAME/KEY}; never the value itself.",
     )
 
-    inherit: Annotated[tuple[Inherited, ...], Field(strict=False)] = Field(
+    inherit: Many[Inherited] = Field(
         (),
         description="Further variables of the submitting shell that a Slurm job keeps, as "
         "[WANDB_PROJECT, HF_*]. A local run has them all, pods have none.",
