@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
@@ -140,8 +141,6 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
     if not of_script and cluster.gpu not in (*GPUS, CPU):
         gpu = cluster.gpu.upper()
         near = [name for name in GPUS if name.upper().startswith(gpu)]
-        import difflib
-
         near = near or difflib.get_close_matches(gpu, GPUS, n=3, cutoff=0.5)
         usable = [*(near or GPUS), CPU]
         yield finding("HF122", "cluster.gpu", f"{cluster.gpu} is unknown", use=usable)
@@ -180,6 +179,7 @@ def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
     if not train.float8 or spec.command is not None:
         return
     key, without = "train.float8", [False]
+    offers: list[Offer]
     if train.precision != "bf16":
         message = f"float8 is for products in bf16, and precision is {train.precision}"
         offers = [{"train.precision": "bf16"}, {key: False}]

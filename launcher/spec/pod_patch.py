@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from launcher.spec.env import variable_name
+from launcher.spec.sections import variable_name
 from launcher.spec.source import describe
 from launcher.spec.values import refuse
 
