@@ -1,8 +1,8 @@
 """JobSpec -> Plan: the layout on all nodes, and the ladder below it. Pure.
 
-The order of giving up, as nodes go: whole dp replicas first; only when not one
-replica is left, pipeline stages, then context parallelism, then tensor
-parallelism. The global batch is the same on every rung.
+As nodes go, whole dp replicas are given up first; only when not one replica is left, pipeline
+stages, then context parallelism, then tensor parallelism. The global batch is the same on every
+rung.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
         for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
-            smaller = _with(replica, axis, degree)
+            smaller = replace(replica, **{axis: degree})
             if smaller.world_size < last and _usable(facts, smaller):
                 yield smaller
                 last = smaller.world_size
-        replica = _with(replica, axis, 1)
+        replica = replace(replica, **{axis: 1})
 
 
 def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
@@ -119,11 +119,6 @@ def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
     if axis == "tp":
         return [d for d in degrees if facts.shape.num_kv_heads % d == 0]
     return list(degrees)
-
-
-def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
-    """Return `layout` with another degree along one axis."""
-    return ParallelLayout.from_dict({**layout.to_dict(), axis: degree})
 
 
 def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
