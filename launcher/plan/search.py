@@ -101,11 +101,11 @@ def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
         for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
-            smaller = replace(replica, **{axis: degree})
+            smaller = _with(replica, axis, degree)
             if smaller.world_size < last and _usable(facts, smaller):
                 yield smaller
                 last = smaller.world_size
-        replica = replace(replica, **{axis: 1})
+        replica = _with(replica, axis, 1)
 
 
 def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
@@ -119,6 +119,11 @@ def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
     if axis == "tp":
         return [d for d in degrees if facts.shape.num_kv_heads % d == 0]
     return list(degrees)
+
+
+def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
+    """Return `layout` with another degree along one axis."""
+    return ParallelLayout.from_dict({**layout.to_dict(), axis: degree})
 
 
 def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
