@@ -79,12 +79,12 @@ def render_slurm(
     Args:
         spec: the checked job.
         plan: its plan.
-        run_id: name of the run; the Slurm job is called so too.
-        run_dir: where the bundle will lie, absolute, on storage that all nodes share. Array
-            tasks have the folders `run_dir/INDEX`.
+        run_id: name of the run and of the Slurm job.
+        run_dir: where the bundle will be, absolute, on storage that all nodes share. Array tasks
+            have the folders `run_dir/INDEX`.
         base_dir: folder that relative paths of the spec are relative to.
-        python: the interpreter that has holdfast on the nodes, where neither `slurm.python`
-            nor `env.venv` names one.
+        python: interpreter with holdfast on the nodes, unless `slurm.python` or `env.venv` names
+            one.
 
     Raises:
         UserError: HF160 the times do not fit, HF166 a path that a script cannot carry.

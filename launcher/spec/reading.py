@@ -1,7 +1,7 @@
 """YAML text -> JobSpec; every problem in one go, with file, line and how to fix it.
 
-`parse_spec` is pure. `load_spec` is the one place that reads files: the
-job file, and the config.json that `model` may name.
+`parse_spec` is pure. `load_spec` alone reads files: the job file, and the config.json that `model`
+may name.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ _REMOVED: Final[dict[str, str]] = {
 }
 """Key that job files had once, or that is looked for -> what to use instead."""
 _MAX_TRIALS: Final = 100
-"""Offers that are tried, each on the whole job; real mistakes are a few, of a few offers each."""
+"""Offers that are tried, each on the whole job; real mistakes are few, with few offers each."""
 _MAX_VALUES: Final = 1_000
-"""Of a job whose offers are tried: beyond, it is no page of text, and each trial takes long."""
+"""Offers are tried for jobs up to this size: a trial of a larger one takes long."""
 
 
 def parse_spec(
@@ -108,8 +108,7 @@ def parse_spec(
         text: the YAML.
         file: name for messages.
         sets: overrides as `train.steps=50`, later ones winning.
-        read: reads the config.json that `model` may name; without it such a
-            model is refused.
+        read: reads the config.json that `model` may name; None refuses such a model.
 
     Raises:
         UserError: every problem found, in the order of the file.
@@ -123,7 +122,7 @@ def parse_spec(
     def check(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
         spec, problems = _validate(source)
         if spec is not None:
-            spec.remember(source, text, sets)
+            spec.remember(source=source, text=text, sets=tuple(sets))
             problems += _complete(spec, left_out | _keys(problems), read)
         return spec, problems
 
@@ -136,7 +135,7 @@ def parse_spec(
         found = _without([*errors, *warnings], [leak.secret for leak in secrets])
         raise UserError.many(found[: len(errors)], found[len(errors) :])
     assert spec is not None, "a spec without problems is valid"
-    spec.warn(warnings)
+    spec.remember(warnings=tuple(warnings))
     return spec
 
 
@@ -147,10 +146,10 @@ def _keys(problems: Sequence[Problem]) -> set[str]:
 def _tried(
     problems: list[Problem], check: Callable[[Offer], list[Problem]], trials: int
 ) -> list[Problem]:
-    """Return the problems with those of their offers that help, of the first `trials` of all.
+    """Return the problems with those of their offers that help; `trials` offers are tried.
 
-    An offer helps if with it in place the job has the problem no more, and no error that it did
-    not have before. Where it then lacks memory alone, what is offered against that goes with it.
+    An offer helps if it takes the problem from the job and brings no new error. Where the job then
+    lacks memory alone, what is offered against that goes with it.
     """
     before, out = _places(problems), []
     for problem in problems:
@@ -210,7 +209,7 @@ def _no_secret(source: SpecSource, leak: Leak) -> Problem:
 
 
 def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
-    """Return `problems` without what was found to be secret, in whatever words they have it."""
+    """Return `problems` without what was found to be secret."""
     found = []
     telling = sorted({each for each in secrets if len(each) > 3}, key=len, reverse=True)
     for problem in problems:
@@ -227,7 +226,7 @@ def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Proble
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
     """Find the model's dimensions and check the rules that span several keys."""
     shape, problem = _shape_of(spec, read)
-    spec.complete(shape)
+    spec.remember(shape=shape)
     problem = problem or _plugin_problem(spec, read)
     found = [problem] if problem and "model" not in bad else []
     return [*found, *cross_check(spec, bad | _keys(found))]
@@ -246,8 +245,8 @@ def load_spec(
         job: path of a job file, its values as plain data, or a job that was read before.
         sets: overrides as `train.steps=50`, later ones winning.
         site: the cluster, whose defaults count where the job says nothing.
-        folder: what relative paths in it are relative to; None: the folder of the job file, or
-            the working directory where there is no file.
+        folder: base of relative paths in it; None: the folder of the job file, or the working
+            directory.
 
     Raises:
         UserError: HF001 or HF002 when it cannot be read, HF005 when it is no plain data; else as
@@ -273,7 +272,7 @@ def load_spec(
 
     defaults = [] if site is None else site.sets(read_source(text, file, before).data)
     spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
-    spec.lie_in(base_dir)
+    spec.remember(folder=base_dir)
     return spec
 
 
@@ -305,7 +304,7 @@ def _str(value: object) -> str:
 
 
 def _fill_values(source: SpecSource) -> list[Problem]:
-    """Fill the job's own values into its command; return problems with those it does not take."""
+    """Fill `values:` into the command; return problems with values that it does not take."""
     values, command = source.data.get("values"), source.data.get("command")
     if not isinstance(values, dict):
         return []

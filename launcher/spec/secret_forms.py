@@ -1,7 +1,7 @@
 """What looks like a secret in a text, and the text without it. Pure.
 
-Job files, scripts and messages are kept and shown, so a job file that holds a secret is refused
-(HF163), and no message repeats one. A secret is known by its form, or by the name it is given to.
+Job files, scripts and messages are kept and shown: a job file with a secret is refused (HF163), and
+no message repeats one. A secret is known by its form, or by the name it is given to.
 """
 
 from __future__ import annotations
@@ -113,12 +113,9 @@ class Leak:
 
 
 def is_secret(name: str, value: str, *, is_variable: bool | None = None) -> bool:
-    """Return whether `value` is a secret, judged by the name it is given to.
+    """Whether `value` is a secret, judged by the name of the variable, key or flag it is given to.
 
-    Args:
-        name: of a variable, a key or a flag, without its hyphens.
-        value: what it is set to.
-        is_variable: whether the name is that of an environment variable; None: if in capitals.
+    `is_variable`: the name is that of an environment variable; None: it is if in capitals.
     """
     last = re.split(r"[./]", name.strip("-"))[-1]
     if is_variable is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -83,31 +82,15 @@ class JobSpec(values.SpecSection):
 
     _source: SpecSource = PrivateAttr()
     _text: str = PrivateAttr(default="")
-    _set_texts: tuple[str, ...] = PrivateAttr(default=())
+    _sets: tuple[str, ...] = PrivateAttr(default=())
     _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
 
-    def remember(
-        self,
-        source: SpecSource,
-        text: str,
-        sets: Sequence[str],
-    ) -> None:
-        """Keep what this was read from; `reading.py` does so for every spec."""
-        self._source, self._text, self._set_texts = source, text, tuple(sets)
-
-    def lie_in(self, folder: Path) -> None:
-        """Keep the folder that relative paths are relative to, absolute."""
-        self._folder = folder
-
-    def complete(self, shape: ModelShape) -> None:
-        """Keep the dimensions of the model, which may stand in a file of their own."""
-        self._shape = shape
-
-    def warn(self, found: Sequence[Problem]) -> None:
-        """Keep what is legal but may not be meant."""
-        self._warnings = tuple(problem for problem in found if problem.is_warning)
+    def remember(self, **known: Any) -> None:
+        """Keep what `reading.py` knows: source, text, sets, folder, shape, warnings."""
+        for name, value in known.items():
+            setattr(self, f"_{name}", value)
 
     @cached_property
     def slurm(self) -> Slurm:
@@ -135,13 +118,13 @@ class JobSpec(values.SpecSection):
 
     @property
     def folder(self) -> Path:
-        """What relative paths are relative to; relative itself where the job is of no file."""
+        """Absolute folder that relative paths are relative to; `.` for a job without a file."""
         return self._folder
 
     @property
     def sets(self) -> tuple[str, ...]:
         """The overrides applied, in order."""
-        return self._set_texts
+        return self._sets
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -204,9 +187,9 @@ class JobSpec(values.SpecSection):
 
     @property
     def dp(self) -> int:
-        """The data-parallel degree on all nodes; of `dp: auto` as many whole replicas as fit.
+        """The data-parallel degree on all nodes; with `dp: auto` as many whole replicas as fit.
 
-        0 where not one does, which is a problem of the job file (HF116).
+        0 where none fits, which is a problem of the job file (HF116).
         """
         want = self.layout
         if want.dp != "auto":
@@ -231,7 +214,7 @@ class JobSpec(values.SpecSection):
     def min_nodes(self) -> int:
         """Fewest nodes to train on; by default those of one dp replica, of a command all.
 
-        For a script's batch is usually so much a rank: on fewer nodes it would train otherwise.
+        A script's batch is usually so much a rank: on fewer nodes it would train otherwise.
         """
         if self.elastic.min_nodes is not None:
             return self.elastic.min_nodes

@@ -55,10 +55,9 @@ def python_here() -> str:
 
 
 def agents_python(word: str) -> str:
-    """Return the interpreter that agents run in: that of a torchrun, or this one.
+    """Return the interpreter that agents run in: that of `word`, or this one.
 
-    Args:
-        word: the torchrun, the Python that runs its module, or an environment's folder.
+    `word` is a torchrun, the Python that runs its module, or the folder of an environment.
 
     Raises:
         UserError: HF678, agents cannot run in it.

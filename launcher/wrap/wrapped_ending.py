@@ -81,21 +81,15 @@ USUAL_ENDING: Final = Ending()
 
 
 def grace_within(most_s: float, wish_s: float | None) -> float:
-    """Return the seconds from the workers' signal to SIGKILL.
+    """Return the seconds from the workers' signal to SIGKILL, of `most_s` that the platform leaves.
 
-    Args:
-        most_s: what the platform leaves for them.
-        wish_s: torchrun's --shutdown-timeout; None: it has none.
+    `wish_s` is torchrun's --shutdown-timeout; None: it has none.
     """
     return most_s if wish_s is None else min(max(wish_s, 1.0), most_s)
 
 
 def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
-    """Return how a batch script is to end.
-
-    Args:
-        lines: its first ones, with all of its #SBATCH.
-        shutdown_timeout_s: torchrun's, as far as the text says.
+    """Return how the batch script is to end that begins with `lines`, with all of its #SBATCH.
 
     Raises:
         UserError: HF160, the time limit is too short.
@@ -121,12 +115,7 @@ def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
 
 
 def signalled(value: str, *, requeue: bool) -> Ending:
-    """Return how a job ends that has this --signal; empty: none.
-
-    Args:
-        value: [[R][B]:]SIGNAL[@SECONDS], as sbatch takes it.
-        requeue: whether it may be requeued.
-    """
+    """Return how a job ends with this --signal, [[R][B]:]SIGNAL[@SECONDS]; empty: without one."""
     if not (parts := _SIGNAL.fullmatch(value)):
         notes = (f"--signal={value} cannot be read, and is not used",) if value else ()
         return Ending(requeue=requeue, notes=notes)

@@ -212,9 +212,7 @@ class _Pods:
     def wrap(self, runs: str, shutdown_s: float) -> None:
         """Change all but the command.
 
-        Args:
-            runs: folder of run directories.
-            shutdown_s: the largest --shutdown-timeout of any role; an alias may share containers.
+        `shutdown_s` is the largest --shutdown-timeout of any role: an alias may share containers.
 
         Raises:
             UserError: HF169, what keeps it from that.
@@ -333,11 +331,7 @@ class _Pods:
 
 
 class _Manifest:
-    """A text with one PyTorchJob; after each change it is read again.
-
-    Args:
-        text: YAML.
-        file: its name.
+    """A YAML text with one PyTorchJob; after each change it is read again.
 
     Raises:
         UserError: HF169, it has none, or several; else as `read_documents`.
