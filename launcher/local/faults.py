@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic_trainer.plan.injected import Inside
 from elastic_trainer.record.events import Event
@@ -74,19 +75,14 @@ class FaultPhase(enum.StrEnum):
     """While an epoch ends for the sake of nodes that joined."""
 
 
-_ACTIONS = {**{str(action): str(action) for action in FaultAction}, "stop-node": "pause-node"}
-_PHASES = {str(phase): str(phase) for phase in FaultPhase}
-_NEEDS_TARGET = {
+_ACTIONS = {str(action): action for action in FaultAction} | {"stop-node": FaultAction.PAUSE_NODE}
+_PHASES = {str(phase): phase for phase in FaultPhase}
+_ON_WORKER = {action for action in FaultAction if action.endswith("-worker")}
+_NEEDS_TARGET = _ON_WORKER | {
     FaultAction.KILL_NODE,
     FaultAction.KILL_AGENT,
     FaultAction.KILL_ZYGOTE,
-    FaultAction.KILL_WORKER,
     FaultAction.PAUSE_NODE,
-    FaultAction.PAUSE_WORKER,
-    FaultAction.SPIN_WORKER,
-    FaultAction.WEDGE_WORKER,
-    FaultAction.STARVE_WORKER,
-    FaultAction.SLOW_WORKER,
 }
 _ON_JOB = {FaultAction.PREEMPT, FaultAction.FILL_DISK, FaultAction.FREE_DISK}
 _NO_TARGET = {FaultAction.KILL_COORDINATOR, FaultAction.PREEMPT, FaultAction.FREE_DISK}
@@ -98,7 +94,6 @@ INSIDE = {
     FaultAction.SLOW_WORKER: Inside.SLOW,
 }
 """What a worker does to itself when it is asked to; of the trainer only."""
-_ON_WORKER = {FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER, *INSIDE}
 _FORM = re.compile(
     r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)(?:/(?P<phase>[a-z]+))?"
 )
@@ -109,7 +104,8 @@ _BEGINS = {
     "checkpoint.started": FaultPhase.SAVE,
 }
 
-VALID_FORMS = (
+_Known = TypeVar("_Known")
+_VALID = (
     "kill-node:2@30 (node2 after step 30), kill-agent:2@30, kill-zygote:2@30, "
     "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
     "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
@@ -173,12 +169,12 @@ def parse_fault(
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:
-        wanted = f"not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {VALID_FORMS}"
+        wanted = f"not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {_VALID}"
         raise UserError("HF601", f"--fault {text}: {wanted}")
-    action = FaultAction(_known(text, "action", match["action"], _ACTIONS))
+    action = _known(text, "action", match["action"], _ACTIONS)
     phase = None
     if match["phase"] is not None:
-        phase = FaultPhase(_known(text, "phase", match["phase"], _PHASES))
+        phase = _known(text, "phase", match["phase"], _PHASES)
     target = None if match["target"] is None else int(match["target"])
     step = int(match["step"])
     _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
@@ -225,12 +221,12 @@ def phases_begun(events: Iterable[Event]) -> frozenset[FaultPhase]:
     return frozenset(begun)
 
 
-def _known(text: str, what: str, word: str, known: Mapping[str, str]) -> str:
+def _known(text: str, what: str, word: str, known: Mapping[str, _Known]) -> _Known:
     if word in known:
         return known[word]
     near = difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {VALID_FORMS}")
+    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {_VALID}")
 
 
 def _check_target(
@@ -238,7 +234,7 @@ def _check_target(
 ) -> None:
     limit, word = (num_workers, "rank") if action in _ON_WORKER else (num_nodes, "node")
     if target is None and action in _NEEDS_TARGET:
-        wrong = f"{action} needs a target; valid: {VALID_FORMS}"
+        wrong = f"{action} needs a target; valid: {_VALID}"
     elif target is not None and action in _NO_TARGET:
         wrong = f"{action} takes no target; write {action}@{text.split('@')[1]}"
     elif target is not None and target >= limit and action is not FaultAction.FILL_DISK:

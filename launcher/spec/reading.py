@@ -367,9 +367,10 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
     except ValidationError as error:
         known = {path: keys_of(model) for path, model in all_sections().items()}
         seen = _keys(reported)
-        found = _problems_of(error, source, known)
+        details = error.errors(include_url=False)
+        found = [_problem(detail, source, known) for detail in details]
         problems = reported + [problem for problem in found if problem.where.key not in seen]
-        bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
+        bad = [tuple(detail["loc"]) for detail in details]
     data = copy.deepcopy(data)
     for path in bad:
         _drop(data, [part for part in path if part not in MODEL_TAGS])
@@ -461,11 +462,6 @@ def _read_nothing(name: str) -> str:
 # -- what pydantic found, in the users' words ------------------------------------------------
 
 
-def _problems_of(error: ValidationError, source: SpecSource, sections: Sections) -> list[Problem]:
-    """Return one problem for each error, at its line."""
-    return [_problem(detail, source, sections) for detail in error.errors(include_url=False)]
-
-
 def _problem(detail: ErrorDetails, source: SpecSource, sections: Sections) -> Problem:
     path: KeyPath = tuple(detail["loc"])
     if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
@@ -485,7 +481,7 @@ def _problem(detail: ErrorDetails, source: SpecSource, sections: Sections) -> Pr
 
 
 def _instead(code: str, path: KeyPath, detail: ErrorDetails, source: SpecSource) -> Iterator[Offer]:
-    """Yield what was most likely meant, or all that there is; not all of it need be taken."""
+    """Yield what was most likely meant, or all choices; some may not be taken."""
     value, kind, key = detail.get("input"), detail["type"], dotted(path)
     if kind == "literal_error":  # the choices are in pydantic's own words only
         for choice in re.findall(r"'([^']*)'", detail["ctx"]["expected"]):
@@ -501,7 +497,7 @@ def _instead(code: str, path: KeyPath, detail: ErrorDetails, source: SpecSource)
 def _rewritten(
     code: str, kind: str, path: KeyPath, value: str, source: SpecSource
 ) -> Iterator[Offer]:
-    """Yield what a text stands for that should have been something else, or no list with blanks."""
+    """Yield what a text may stand for: a number, a truth value, or a list."""
     key = dotted(path)
     number = value.replace("_", "").replace(",", "")
     if kind in ("int_type", "float_type") and _NUMBER.fullmatch(number):

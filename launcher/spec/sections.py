@@ -2,8 +2,8 @@
 
 Defaults are those of the dataclasses of elastic_trainer/plan/config.py, which the sections become.
 
-Types of single values are in `values.py`; what several values must satisfy
-together is in `rules.py`.
+Types of single values are in `values.py`; what several values must satisfy together is in
+`rules.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def variable_name(value: str) -> str:
     """Check the name of an environment variable.
 
     Raises:
-        PydanticCustomError: HF165, it is none, or one that is not the user's to set.
+        PydanticCustomError: HF165, it is not one, or not the user's to set.
     """
     if not re.fullmatch(_NAME, value):
         raise refuse("HF165", f"{value!r} is not a variable name: letters, digits and _ only")
@@ -115,15 +115,11 @@ VariableName = Annotated[str, Field(max_length=256), AfterValidator(variable_nam
 Inherited = Annotated[str, Field(max_length=256), AfterValidator(_inherited)]
 
 
-def _value(value: str) -> str:
-    return plain_text(value) if value else value
-
-
 Value = Annotated[
     str,
     Field(max_length=32768),
     BeforeValidator(whole_as_text),  # of 1.10 or yes it would lose how they were written
-    AfterValidator(_value),
+    AfterValidator(lambda value: plain_text(value) if value else value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
 ]
 

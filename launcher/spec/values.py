@@ -40,7 +40,7 @@ def plain_text(value: str) -> str:
     """Check a text of one line.
 
     Raises:
-        PydanticCustomError: HF015, there is none, or something in it is no character.
+        PydanticCustomError: HF015, it is blank, or has something that is not a character.
     """
     if not value.strip():
         raise refuse("HF015", "expected some text, found none")
@@ -228,7 +228,7 @@ def _command(value: Any) -> Any:
 
 
 def as_text(value: object) -> object:
-    """Return a number or a truth value as an argument has it; anything else as it is."""
+    """Return a number or a truth value as a program's argument; anything else as it is."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, int | float) else value
@@ -253,10 +253,6 @@ def _pattern(value: str) -> str:
     if groups != 1:
         raise refuse("HF015", rf"expected one group, the step, as step (\d+), found {groups}")
     return value
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
 
 _Item = TypeVar("_Item")
@@ -286,7 +282,10 @@ Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
 Tracker = Annotated[str, AfterValidator(_tracker), WithJsonSchema({"enum": list(TRACKERS)})]
 Trackers = Many[Tracker]
-Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
+Straggler = Annotated[
+    Literal["off", "report", "swap"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # YAML 1.1 reads off so
+]
 Family = Annotated[str, AfterValidator(_family), WithJsonSchema({"enum": list(FAMILIES)})]
 Plain = Annotated[
     Any,
@@ -325,16 +324,13 @@ Command = Annotated[
 
 
 class SpecSection(BaseModel):
-    """What all sections share: nothing unknown, nothing converted, nothing changed."""
+    """Base of all sections: no unknown keys, no conversions, no changes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
 def setting_of(settings: type[Any]) -> Callable[[str], Any]:
-    """Return what makes the fields of a section whose truth is a dataclass of job.json.
-
-    The function takes the name of the dataclass's field, which has default and description.
-    """
+    """Return the function from a name to the field with default and description of that setting."""
     known = {each.name: each for each in dataclasses.fields(settings)}
 
     def field(name: str) -> Any:
@@ -345,7 +341,7 @@ def setting_of(settings: type[Any]) -> Callable[[str], Any]:
 
 
 class Becomes:
-    """Annotation of a dataclass: a field that is checked as `section` and becomes one of it."""
+    """Annotation of a dataclass: its field is checked as `section`, then made the dataclass."""
 
     def __init__(self, section: type[SpecSection]) -> None:
         self._section = section
@@ -386,9 +382,9 @@ class PlatformSection:
 
 
 def optional_section(description: str) -> Any:
-    """Return the field of a section that may be left out: it is one with its defaults then.
+    """Return the field of a section that may be left out, and then has its defaults.
 
-    An empty mapping is validated in its place. A factory that calls the section would have
-    pydantic build what it needs for it a second time, which takes longer than all the rest.
+    An empty mapping is validated in its place: a factory that calls the section would have pydantic
+    build the section's validator a second time, which takes longer than all the rest.
     """
     return Field(default_factory=dict, validate_default=True, description=description)
