@@ -24,8 +24,8 @@ from launcher.cli.main import COMMANDS, cli
 from launcher.doctor.runbook import index, page, titles
 from launcher.runs.checkpoints.start_from import table
 from launcher.spec.codes import CODES, WARNINGS
-from launcher.spec.env import SecretRef
 from launcher.spec.kubernetes import Toleration, Volume
+from launcher.spec.sections import SecretRef
 from launcher.spec.spec import all_sections, keys_of
 
 DOCUMENTED: Final[dict[str, type[BaseModel]]] = {

@@ -241,6 +241,6 @@ def schema() -> None:
     In an editor with the YAML language server, begin a job file with
     `# yaml-language-server: $schema=job.schema.json`.
     """
-    from launcher.spec.schema import job_schema
+    from launcher.spec.spec import job_schema
 
     print_json(job_schema())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import time
@@ -26,7 +27,7 @@ from launcher.cli.common import (
 from launcher.cli.terminal import coloured, print_table
 
 if TYPE_CHECKING:
-    from launcher.local.rehearsal.verdicts import RowVerdict
+    from launcher.local.verdicts import RowVerdict
 
 EPILOG = """\b
 Examples:
@@ -38,7 +39,7 @@ FAILURES: Final = (
     *("rank-killed", "hang", "node-lost", "coordinator-lost"),
     *("disk-full", "preemption", "slow-node"),
 )
-"""Those of launcher/local/rehearsal/verdicts.py, which is imported only when a job is rehearsed."""
+"""Those of launcher/local/verdicts.py, which is imported only when a job is rehearsed."""
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -74,9 +75,8 @@ def rehearse(
     listed. A script runs as it is, on CPUs. Exit codes: 0 it survives, 1 it does not, 2 the input
     is wrong, 130 interrupted.
     """
-    from launcher.local.rehearsal.rehearse import Interrupted, Rehearsal
-    from launcher.local.rehearsal.scaling import CORPUS, scaled
-    from launcher.local.rehearsal.verdicts import Failing, passed
+    from launcher.local.rehearse import CORPUS, Interrupted, Rehearsal, scaled
+    from launcher.local.verdicts import Failing, passed
     from launcher.spec.reading import load_spec
 
     try:
@@ -98,7 +98,7 @@ def rehearse(
         shutil.rmtree(place)
     if as_json:
         kept = None if ok else str(place)
-        found = [row.to_dict() for row in rows]
+        found = [dataclasses.asdict(row) for row in rows]
         print_json({"ok": ok, "scaled": list(changes), "failures": found, "folder": kept})
     else:
         cells = [(row.failing, coloured(row.level, _COLOURS), row.text) for row in rows]

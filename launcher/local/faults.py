@@ -1,8 +1,7 @@
 """Faults as data: `--fault kill-node:2@30` -> Fault, `--chaos 7,15,5` -> Chaos. Pure.
 
-A fault has an action, perhaps a target, the step after which it strikes, and
-perhaps the phase it waits for. Who carries it out (backends/local.py) and when
-(ops/local/run.py) is elsewhere.
+A fault has an action, perhaps a target, the step after which it strikes, and perhaps the phase it
+waits for. `launcher/platforms/local.py` carries it out, `launcher/local/run.py` says when.
 
 Chaos is faults at random times. Kills come as a Poisson process: the gaps between them are
 exponential, whatever the job does at that moment. The same seed gives the same times; which node
@@ -18,6 +17,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic_trainer.plan.injected import Inside
 from elastic_trainer.record.events import Event
@@ -63,7 +63,7 @@ class FaultAction(enum.StrEnum):
 
 
 class FaultPhase(enum.StrEnum):
-    """What a fault may strike in the middle of, instead of in steady training."""
+    """What a fault may interrupt, instead of steady training."""
 
     RENDEZVOUS = "rendezvous"
     """From the end of an epoch (or the start of the run) until the next one is published."""
@@ -75,19 +75,14 @@ class FaultPhase(enum.StrEnum):
     """While an epoch ends for the sake of nodes that joined."""
 
 
-_ACTIONS = {**{str(action): str(action) for action in FaultAction}, "stop-node": "pause-node"}
-_PHASES = {str(phase): str(phase) for phase in FaultPhase}
-_NEEDS_TARGET = {
+_ACTIONS = {str(action): action for action in FaultAction} | {"stop-node": FaultAction.PAUSE_NODE}
+_PHASES = {str(phase): phase for phase in FaultPhase}
+_ON_WORKER = {action for action in FaultAction if action.endswith("-worker")}
+_NEEDS_TARGET = _ON_WORKER | {
     FaultAction.KILL_NODE,
     FaultAction.KILL_AGENT,
     FaultAction.KILL_ZYGOTE,
-    FaultAction.KILL_WORKER,
     FaultAction.PAUSE_NODE,
-    FaultAction.PAUSE_WORKER,
-    FaultAction.SPIN_WORKER,
-    FaultAction.WEDGE_WORKER,
-    FaultAction.STARVE_WORKER,
-    FaultAction.SLOW_WORKER,
 }
 _ON_JOB = {FaultAction.PREEMPT, FaultAction.FILL_DISK, FaultAction.FREE_DISK}
 _NO_TARGET = {FaultAction.KILL_COORDINATOR, FaultAction.PREEMPT, FaultAction.FREE_DISK}
@@ -99,7 +94,6 @@ INSIDE = {
     FaultAction.SLOW_WORKER: Inside.SLOW,
 }
 """What a worker does to itself when it is asked to; of the trainer only."""
-_ON_WORKER = {FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER, *INSIDE}
 _FORM = re.compile(
     r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)(?:/(?P<phase>[a-z]+))?"
 )
@@ -110,7 +104,8 @@ _BEGINS = {
     "checkpoint.started": FaultPhase.SAVE,
 }
 
-VALID_FORMS = (
+_Known = TypeVar("_Known")
+_VALID = (
     "kill-node:2@30 (node2 after step 30), kill-agent:2@30, kill-zygote:2@30, "
     "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
     "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
@@ -130,8 +125,7 @@ class Fault:
 
     action: FaultAction
     target: int | None
-    """Index of the node (node0 is 0), the rank for a worker, KiB for a disk; None: see the action.
-    """
+    """Index of the node (node0 is 0), rank of the worker, KiB of a disk; None: see the action."""
     step: int
     phase: FaultPhase | None = None
 
@@ -170,19 +164,17 @@ def parse_fault(
         start_step: the step the run starts from.
 
     Raises:
-        UserError: HF601 unknown form, HF602 target missing, superfluous or out of
-            range, HF603 a step that is never completed.
+        UserError: HF601 unknown form, HF602 target missing, superfluous or out of range, HF603 a
+            step that is never completed.
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:
-        raise UserError(
-            "HF601",
-            f"--fault {text}: not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {VALID_FORMS}",
-        )
-    action = FaultAction(_known(text, "action", match["action"], _ACTIONS))
+        wanted = f"not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {_VALID}"
+        raise UserError("HF601", f"--fault {text}: {wanted}")
+    action = _known(text, "action", match["action"], _ACTIONS)
     phase = None
     if match["phase"] is not None:
-        phase = FaultPhase(_known(text, "phase", match["phase"], _PHASES))
+        phase = _known(text, "phase", match["phase"], _PHASES)
     target = None if match["target"] is None else int(match["target"])
     step = int(match["step"])
     _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
@@ -198,10 +190,8 @@ def parse_fault(
     return Fault(action, target, step, phase)
 
 
-def parse_faults(
-    texts: Sequence[str], *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
-) -> tuple[Fault, ...]:
-    """Read every `--fault`, in the order in which they strike.
+def parse_faults(texts: Sequence[str], **limits: int) -> tuple[Fault, ...]:
+    """Read every `--fault`, in the order in which they strike; `limits` as of `parse_fault`.
 
     Raises:
         UserError: as `parse_fault`, with the problems of all faults at once.
@@ -210,15 +200,7 @@ def parse_faults(
     problems: list[Problem] = []
     for text in texts:
         try:
-            faults.append(
-                parse_fault(
-                    text,
-                    num_nodes=num_nodes,
-                    num_workers=num_workers,
-                    steps=steps,
-                    start_step=start_step,
-                )
-            )
+            faults.append(parse_fault(text, **limits))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -239,36 +221,27 @@ def phases_begun(events: Iterable[Event]) -> frozenset[FaultPhase]:
     return frozenset(begun)
 
 
-def _known(text: str, what: str, word: str, known: Mapping[str, str]) -> str:
+def _known(text: str, what: str, word: str, known: Mapping[str, _Known]) -> _Known:
     if word in known:
         return known[word]
     near = difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {VALID_FORMS}")
+    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {_VALID}")
 
 
 def _check_target(
     text: str, action: FaultAction, target: int | None, *, num_nodes: int, num_workers: int
 ) -> None:
-    if target is None:
-        if action in _NEEDS_TARGET:
-            raise UserError(
-                "HF602", f"--fault {text}: {action} needs a target; valid: {VALID_FORMS}"
-            )
-        return
-    if action in _NO_TARGET:
-        raise UserError(
-            "HF602",
-            f"--fault {text}: {action} takes no target; write {action}@{text.split('@')[1]}",
-        )
-    if action is FaultAction.FILL_DISK:
-        return
     limit, word = (num_workers, "rank") if action in _ON_WORKER else (num_nodes, "node")
-    if target >= limit:
-        raise UserError(
-            "HF602",
-            f"--fault {text}: no {word} {target}; this run has {limit}: use 0 to {limit - 1}",
-        )
+    if target is None and action in _NEEDS_TARGET:
+        wrong = f"{action} needs a target; valid: {_VALID}"
+    elif target is not None and action in _NO_TARGET:
+        wrong = f"{action} takes no target; write {action}@{text.split('@')[1]}"
+    elif target is not None and target >= limit and action is not FaultAction.FILL_DISK:
+        wrong = f"no {word} {target}; this run has {limit}: use 0 to {limit - 1}"
+    else:
+        return
+    raise UserError("HF602", f"--fault {text}: {wrong}")
 
 
 # -- chaos ----------------------------------------------------------------------------------
@@ -277,7 +250,7 @@ _CHAOS_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _CHAOS_FORM = re.compile(
     rf"(?P<seed>[0-9]+),(?P<mean_s>{_CHAOS_NUMBER})(?:,(?P<return_s>{_CHAOS_NUMBER}))?",
 )
-VALID_CHAOS_FORM = "SEED,MEAN_S[,RETURN_S], as 7,15,5: kills every 15 s on average, back after 5 s"
+_VALID_CHAOS = "SEED,MEAN_S[,RETURN_S], as 7,15,5: kills every 15 s on average, back after 5 s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +272,11 @@ def parse_chaos(text: str) -> Chaos:
     """
     match = _CHAOS_FORM.fullmatch(text.strip())
     if match is None:
-        raise UserError("HF604", f"--chaos {text}: not of the form {VALID_CHAOS_FORM}")
+        raise UserError("HF604", f"--chaos {text}: not of the form {_VALID_CHAOS}")
     back = match["return_s"]
     chaos = Chaos(int(match["seed"]), float(match["mean_s"]), None if back is None else float(back))
     if not chaos.mean_s or chaos.return_s == 0.0:
-        raise UserError(
-            "HF604", f"--chaos {text}: times must be more than 0 s; use {VALID_CHAOS_FORM}"
-        )
+        raise UserError("HF604", f"--chaos {text}: times must be more than 0 s; use {_VALID_CHAOS}")
     return chaos
 
 
@@ -322,7 +293,7 @@ class ChaosSchedule:
     """Says what to do when; the caller does it.
 
     Args:
-        chaos: see there.
+        chaos: the user's wish.
         now: when the first gap begins, in seconds of any clock.
     """
 

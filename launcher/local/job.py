@@ -104,12 +104,12 @@ def prepare_new(
 
     Args:
         job: path of the job file.
-        nodes: nodes to emulate; None: those of the job.
+        nodes: number to emulate; None: that of the job.
         faults: arguments of `--fault`.
         chaos: argument of `--chaos`.
         sets: arguments of `--set`.
         run_dir: None: `./runs/<name>-<stamp>`.
-        stamp: local time as text, to name the run.
+        stamp: local time as text, for the run's name.
         start: `RUN[@STEP]`, the checkpoint of another run to start from.
 
     Raises:
@@ -167,7 +167,7 @@ def prepare_resume(
     if any(_is_end(event) for event in record.poll()):
         return None
     prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
-    check_data(rendered)
+    _check_data(rendered)
     check_checkpoint_dir(rendered)
     stop_request.withdraw(directory)
     return prepared
@@ -188,13 +188,22 @@ def _prepared(
     """
     need("a run on this machine", "torch", extra="train")
     num_nodes = nodes or rendered.ladder.max_nodes
-    narrowed = _narrowed(rendered, num_nodes)
+    if num_nodes > MAX_NODES:
+        message = f"--nodes {num_nodes}: at most {MAX_NODES} nodes are emulated on one machine"
+        raise UserError("HF614", message)
+    narrowed = run_dirs.narrow(rendered, num_nodes)
     return PreparedRun(
         run_dir=directory,
         rendered=rendered,
         narrowed=narrowed,
         num_nodes=num_nodes,
-        faults=_faults(narrowed, num_nodes, faults),
+        faults=parse_faults(
+            faults,
+            num_nodes=num_nodes,
+            num_workers=narrowed.ladder.rungs[0].layout.world_size,
+            steps=narrowed.train.steps,
+            start_step=narrowed.start_from.step if narrowed.start_from else 0,
+        ),
         chaos=None if chaos is None else parse_chaos(chaos),
     )
 
@@ -290,12 +299,7 @@ def job_code(codes: Mapping[str, int], events: Sequence[Event]) -> int:
     return next((code for code in known if code in codes.values()), EXIT_LOST)
 
 
-def start_step(config: TrainConfig) -> int:
-    """Return the step whose state the run began with; 0 for initial values."""
-    return config.start_from.step if config.start_from else 0
-
-
-def check_data(config: TrainConfig) -> None:
+def _check_data(config: TrainConfig) -> None:
     """Check that the corpus and the tokenizer of an earlier run are still there.
 
     Raises:
@@ -321,8 +325,7 @@ def closing_lines(result: AttemptResult) -> str:
         parts.append(f"final loss {loss:.4f}")
     if goodput is not None:
         parts.append(f"goodput {goodput:.0%}")
-    failures = len(summary["failures"])
-    if failures:
+    if failures := len(summary["failures"]):
         parts.append(f"{counted(failures, 'failure')} survived")
     redone, shown = summary["committed_steps_redone"], summary["steps_redone"]
     lines = [
@@ -330,40 +333,21 @@ def closing_lines(result: AttemptResult) -> str:
         f"committed, to step {fall['back_to']} ({fall['source']})"
         for fall in summary["fallbacks"]
     ]
-    wanted = result.config.elastic.from_scratch
-    lines += [
-        f"epoch {each['epoch']} began from scratch after step {each['newest']}, as the job allows"
-        if wanted
-        else f"warning: epoch {each['epoch']} began from scratch after step {each['newest']}: the "
-        "script does not resume from its checkpoint (docs/scripts.md)"
-        for each in summary["from_scratch"]
-    ]
+    for each in summary["from_scratch"]:
+        line = f"epoch {each['epoch']} began from scratch after step {each['newest']}"
+        if result.config.elastic.from_scratch:
+            lines.append(f"{line}, as the job allows")
+        else:
+            why = "the script does not resume from its checkpoint (docs/scripts.md)"
+            lines.append(f"warning: {line}: {why}")
     if not summary["steps"]:
         lines.append("note: no step was shown")
     if redone:
         parts.append(f"{counted(redone, 'committed step')} redone")
-    elif shown and result.summary["committed_steps_redone"] is None:
+    elif shown and redone is None:
         parts.append(f"{counted(shown, 'step')} redone")
     return (
         "".join(f"{line}\n" for line in lines)
         + ", ".join(parts)
         + f"\nsummary: {result.run_dir / SUMMARY}\npicture: holdfast report {result.run_dir}"
-    )
-
-
-def _narrowed(rendered: TrainConfig, num_nodes: int) -> TrainConfig:
-    if num_nodes > MAX_NODES:
-        raise UserError(
-            "HF614", f"--nodes {num_nodes}: at most {MAX_NODES} nodes are emulated on one machine"
-        )
-    return run_dirs.narrow(rendered, num_nodes)
-
-
-def _faults(config: TrainConfig, num_nodes: int, texts: Sequence[str]) -> tuple[Fault, ...]:
-    return parse_faults(
-        texts,
-        num_nodes=num_nodes,
-        num_workers=config.ladder.rungs[0].layout.world_size,
-        steps=config.train.steps,
-        start_step=start_step(config),
     )

@@ -27,13 +27,11 @@ from launcher.runs.watching.screen import View
 from launcher.spec.errors import PermanentError
 
 _TICK_S = 0.02
+_What = TypeVar("_What", str, int)
 _SILENT_S = 10.0
 """A full disk takes no record: it has space again once nothing was recorded for so long."""
 _FAST_TICK_S = 0.004
 """While a fault waits for a phase: some last only a few dozen milliseconds."""
-
-
-_What = TypeVar("_What", str, int)
 
 
 @dataclass
@@ -131,8 +129,8 @@ class LocalRun:
     def _strike(self, pending: list[Fault], begun: frozenset[FaultPhase]) -> list[Fault]:
         """Inject what is due; return what is not.
 
-        A parked job gets its nodes back at once. A run that says nothing may have no room to say it
-        in; it may also be starting slowly, so nothing is freed that is yet to be filled.
+        A parked job gets its nodes back at once. A silent run may have no room for its record; if
+        it is only starting slowly, nothing may be freed that is yet to be filled.
         """
         kept = []
         parked = self.progress.parked is not None
@@ -153,9 +151,9 @@ class LocalRun:
     def _ready(self, fault: Fault) -> bool:
         """Whether the run is in a state that `fault` makes sense in.
 
-        What brings nodes back always does, and what waits for a phase says so itself. What
-        strikes otherwise waits until the run trains again after an earlier fault, so that two
-        at neighbouring steps do not melt into one; those at the same step strike together.
+        What brings nodes back always does, and what waits for a phase says so. Other faults wait
+        until the run trains again after an earlier one, so that two at neighbouring steps do not
+        melt into one; faults at the same step strike together.
         """
         if fault.brings_back or fault.phase is not None:
             return True

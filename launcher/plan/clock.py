@@ -1,25 +1,22 @@
-"""The clock chains of a job's end, in which a save must fit. Pure.
+"""The times at a job's end, into which a save must fit. Pure.
 
-Under Slurm: save < shut-down < signal lead < time limit. At `lead` seconds before the limit the
-scheduler signals the job. The agents then ask for a save at the next step's end and give the
-workers `shutdown` seconds; who is still there after that is killed. So a save must fit into the
-shut-down, the shut-down into the lead, with room for a signal that comes late and for the job
-to requeue itself.
+Slurm: save < shut-down < signal lead < time limit. At `lead` seconds before the limit the scheduler
+signals the job. The agents ask for a save at the next step's end, and kill workers that are still
+there after `shutdown` seconds. The lead has room for a signal that comes late and for the requeue.
 
-Of a pod: save < shut-down < grace. Kubernetes counts one time, terminationGracePeriodSeconds,
-from the moment a pod is to end: the preStop hook runs first, then comes SIGTERM, and at the end
-of the grace SIGKILL, whatever was still under way. preStop asks for a save and waits for it;
-after SIGTERM the agent has the shut-down to end, with a save of its own should preStop's have
-come to nothing.
+Pods: save < shut-down < grace. Kubernetes counts one time, terminationGracePeriodSeconds, from the
+moment a pod is to end: the preStop hook runs, then comes SIGTERM, and at the end of the grace
+SIGKILL. preStop asks for a save and waits for it; after SIGTERM the agent has the shut-down to end,
+and saves again if preStop's save failed.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from elastic_trainer.plan.ladder import Ladder
 from launcher.plan.snapshots import BYTES_PER_PARAM, shortest_step_s
@@ -74,28 +71,22 @@ class Clock:
             f"{self.lead_s} s < {limit}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
 
 def limit_seconds(text: str | None) -> int | None:
     """Return sbatch's --time in seconds; None for none, 0, UNLIMITED and INFINITE."""
     for pattern, units in _FORMS:
-        match = re.fullmatch(pattern, text or "")
-        if match:
+        if match := re.fullmatch(pattern, text or ""):
             found = sum(int(n) * unit for n, unit in zip(match.groups(), units, strict=True))
             return found or None
     return None
 
 
 def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
-    """Return how long a save is taken to last, from the request on, in seconds.
+    """Return the predicted time of a save, from the request on, in seconds.
 
-    A step must end first; then fp32 parameters and Adam's two moments are written. Counted
-    with half of the nodes, or `elastic.min_nodes` if that is more: a job that has lost most of
-    its nodes may need a `slurm.save_s` of its own. A script that takes no requests has what
-    `elastic.stop_grace_s` gives it.
+    A step must end first; then fp32 parameters and Adam's two moments are written, by half of the
+    nodes, or by `elastic.min_nodes` if that is more: a job that has lost most of its nodes may need
+    a `slurm.save_s`. A script that takes no requests has `elastic.stop_grace_s`.
     """
     if spec.command is not None:
         return spec.elastic.stop_grace_s
@@ -131,14 +122,7 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
     ]
     if misfits:
         offers = _fitting(spec, clock) if clock.lead_s <= MAX_LEAD_S else []
-        raise UserError.many(
-            [
-                spec.problem(
-                    "HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})", *offers
-                )
-                for key, message in misfits
-            ]
-        )
+        raise _misfit(spec, "slurm", misfits, _origin(spec, clock), offers)
     return clock
 
 
@@ -154,7 +138,7 @@ def save_warnings(spec: JobSpec, ladder: Ladder) -> list[Problem]:
 
 
 def _rounded_up(seconds: float) -> int:
-    """Return the time as the next ten seconds."""
+    """Round up to ten seconds."""
     return math.ceil(seconds / 10) * 10
 
 
@@ -170,8 +154,7 @@ def _ample_lead_s(shutdown_s: float) -> int:
 def _save_misfits(spec: JobSpec, *, save_s: int, shutdown_s: int) -> Iterator[tuple[str, str]]:
     """Yield (key, message) where a save does not fit: what holds of every platform."""
     if save_s >= shutdown_s:
-        message = f"a save takes {save_s} s, workers are killed after {shutdown_s} s"
-        yield "shutdown_s", message
+        yield "shutdown_s", f"a save takes {save_s} s, workers are killed after {shutdown_s} s"
     grace_s = spec.elastic.stop_grace_s
     if spec.command is not None and save_s > math.ceil(grace_s):
         message = f"a save takes {save_s} s, a script that takes no requests is killed after"
@@ -261,16 +244,26 @@ def pod_clock(spec: JobSpec, ladder: Ladder) -> PodClock:
         misfits.append(("grace_s", f"{message} {clock.shutdown_s} s"))
     if misfits:
         offer = {**_stopped_in_time(spec, clock.save_s)}
-        if clock.save_s >= clock.shutdown_s:
-            shutdown_s = offer["kubernetes.shutdown_s"] = _ample_shutdown_s(clock.save_s)
-        else:
-            shutdown_s = clock.shutdown_s
+        shutdown_s = clock.shutdown_s
+        if clock.save_s >= shutdown_s:
+            offer["kubernetes.shutdown_s"] = shutdown_s = _ample_shutdown_s(clock.save_s)
         if shutdown_s >= clock.grace_s and wish.grace_s is not None:
             offer["kubernetes.grace_s"] = _rounded_up(clock.save_s + shutdown_s + END_S)
-        raise UserError.many(
-            [
-                spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})", offer)
-                for key, message in misfits
-            ]
-        )
+        raise _misfit(spec, "kubernetes", misfits, str(clock), [offer])
     return clock
+
+
+def _misfit(
+    spec: JobSpec,
+    section: str,
+    misfits: Sequence[tuple[str, str]],
+    chain: str,
+    offers: Sequence[Offer],
+) -> UserError:
+    """Return the error of times that do not fit: (key, message) of each, and the whole chain."""
+    return UserError.many(
+        [
+            spec.problem("HF160", f"{section}.{key}", f"{message} ({chain})", *offers)
+            for key, message in misfits
+        ]
+    )

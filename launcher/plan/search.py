@@ -1,8 +1,8 @@
 """JobSpec -> Plan: the layout on all nodes, and the ladder below it. Pure.
 
-The order of giving up, as nodes go: whole dp replicas first; only when not one
-replica is left, pipeline stages, then context parallelism, then tensor
-parallelism. The global batch is the same on every rung.
+As nodes go, whole dp replicas are given up first; only when not one replica is left, pipeline
+stages, then context parallelism, then tensor parallelism. The global batch is the same on every
+rung.
 """
 
 from __future__ import annotations
@@ -138,24 +138,19 @@ def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
 def _fitting(facts: JobFacts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
     """Return `layout` with the most copies of the parameters, up to `top`'s, that fits.
 
-    A copy on fewer ranks needs more of each, so copies are given up before the rung. None: not even
-    one copy fits, or a rule forbids the layout.
+    A copy on fewer ranks needs more memory of each, so copies are given up before the rung. None:
+    not even one copy fits, or a rule forbids the layout.
     """
     for degree in range(min(layout.dp, top.dp_replicate), 0, -1):
         if layout.dp % degree == 0:
-            ep = _ep(facts, layout.dp // degree, top.ep)
+            experts = math.gcd(layout.dp // degree, facts.shape.num_experts)
+            ep = next(each for each in divisors(experts) if each <= top.ep)
             found = replace(layout, dp_replicate=degree, ep=ep)
             if not _usable(facts, found):
                 return None
             if facts.fits(found):
                 return found
     return None
-
-
-def _ep(facts: JobFacts, dp_shard: int, wanted: int) -> int:
-    """Return the largest ep, up to the one wanted, that divides ranks and experts."""
-    both = math.gcd(dp_shard, facts.shape.num_experts)
-    return next(degree for degree in divisors(both) if degree <= wanted)
 
 
 def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:

@@ -1,8 +1,8 @@
 """What snapshots in memory cost, and how often they can be taken. Pure.
 
-A worker's image holds fp32 values and Adam's two moments of its part of the parameters: 12
-bytes each. Its node keeps two images of its own and two copies for another node: one that is
-committed and one under way. Where HSDP's replicas hold the same, nothing is copied.
+A worker's image holds fp32 values and Adam's two moments of its part of the parameters, 12 bytes
+each. Its node keeps two images, and two copies for another node: one committed and one under way.
+Where HSDP's replicas hold the same, nothing is copied.
 
 An image comes over the GPU's own PCIe link while the next step computes, is authenticated by one
 core, and goes out by the node's interfaces for copies (`network.copy_interfaces`; without any, by
@@ -47,35 +47,28 @@ class Snapshots:
 
     every_steps: int
     """What the job will use; 0: none are taken."""
-    worker_bytes: int
+    worker_bytes: int = 0
     """One image on the top rung."""
-    node_bytes: int
+    node_bytes: int = 0
     """All that a node keeps at most, on whichever rung that is."""
-    copy_s: float
+    copy_s: float = 0.0
     """On the top rung, from the end of a step until its copies are there, seconds."""
-    stall_s: float | None
+    stall_s: float | None = None
     """Of it, what the training waits for; None where the time of a step is not known."""
-    nic_share: float | None
+    nic_share: float | None = None
     """Part of the interfaces' bandwidth that copies take; None where that or the time of a step is
     not known."""
 
 
 def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
-    """Return the cost, and what the user must know: snapshots that are off, or rarer than asked.
+    """Return the cost, and warnings of snapshots that are off, or rarer than asked.
 
-    Counted against `cluster.memory_gib` where that is given; the agents look at what is really
+    The cost counts against `cluster.memory_gib` where that is given; agents look at what is really
     free before they take any.
     """
     asked = spec.checkpoint.memory_every_steps
     if spec.command is not None:  # only the script knows its state
-        return Snapshots(
-            every_steps=asked,
-            worker_bytes=0,
-            node_bytes=0,
-            copy_s=0.0,
-            stall_s=None,
-            nic_share=None,
-        ), []
+        return Snapshots(every_steps=asked), []
     workers = spec.cluster.gpus_per_node
     params = spec.shape.num_params()
     layouts = [rung.layout for rung in ladder.rungs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from launcher.spec.errors import UserError
@@ -27,7 +28,7 @@ class Target:
     checker: str | None = None
     """None: there is nothing to check but the job file."""
     kind: str | None = None
-    """What the checker calls it, where several targets share one."""
+    """What renderer and checker call it, where several targets share them."""
     sweep_renderer: str | None = None
     """None: it has no arrays."""
     sees_other_paths: bool = False
@@ -45,7 +46,7 @@ class Target:
         `python` is the interpreter with holdfast, for platforms where the job names none.
         """
         renderer: Callable[..., dict[str, str]] = _load(self.renderer)
-        return renderer
+        return renderer if self.kind is None else partial(renderer, kind=self.kind)
 
     def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
         """Check what the renderer would refuse; nothing is rendered.
@@ -77,9 +78,9 @@ class Target:
 
 def _on_kubernetes(kind: str) -> Target:
     return Target(
-        f"launcher.render.kinds:render_{kind}",
+        "launcher.render.kinds:render_kubernetes",
         "launcher.platforms.kubernetes.backend:KubernetesBackend",
-        checker="launcher.render.kubernetes_objects:check_pods",
+        checker="launcher.render.kinds:check_pods",
         kind=kind,
         sees_other_paths=True,
         lost="pod_lost",

@@ -1,118 +1,217 @@
-"""(spec, plan) -> the bundle of a JobSet, PyTorchJob (training operator 1.9) or TrainJob. Pure.
-
-A JobSet has one Indexed Job, an index for each node. By itself it answers one failed pod by
-deleting all of them, and with them every snapshot in memory. Here the Job replaces each failed pod
-alone, and an agent that says "never again" (93, 94) fails it. A pod whose node goes, or that keeps
-count of its failures itself (143), is not charged; one that never ran our code gives its index up
-at once, any other after `restart_limit`. A Job without an index left has failed, and its JobSet
-with it. Its successPolicy ends it with the first agent that says "done", so pods still waiting for
-a node hold nothing up.
-"""
+"""(spec, plan) -> the bundle of a JobSet, PyTorchJob (training operator 1.9) or TrainJob. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from elastic_trainer.plan.quantities import counted
 from launcher.plan.search import Plan
 from launcher.render.kubernetes_facts import PodJob, pod_job
-from launcher.render.kubernetes_names import API_VERSIONS, CONTAINERS, REPLICATED_JOB
-from launcher.render.kubernetes_objects import job_document, kubernetes_bundle, metadata
-from launcher.render.local import Bundle
-from launcher.render.pod import pod_template
+from launcher.render.kubernetes_names import (
+    API_VERSIONS,
+    CONTAINERS,
+    KINDS,
+    QUEUE_LABEL,
+    REPLICATED_JOB,
+    RUN_LABEL,
+    SECRET_KEY,
+    board_name,
+    config_map_name,
+    own_account,
+    secret_name,
+)
+from launcher.render.kubernetes_yaml import to_yaml
+from launcher.render.local import MANIFESTS, Bundle, render_local, to_train_config
+from launcher.render.pod import Object, given, pod_template
+from launcher.spec.errors import UserError
 from launcher.spec.spec import JobSpec
 
 FINAL_CODES: Final = (93, 94)
-"""Of an agent whose job has ended for good."""
+"""Exit codes of an agent whose job has ended for good."""
 AGAIN: Final = 143
-"""Of a pod that asks to be replaced: `launcher/node/decide.py:AGAIN`."""
+"""Exit code of a pod that asks to be replaced: `launcher/node/decide.py:AGAIN`."""
 NEVER_RAN_CODES: Final = (1, 2, 126, 127)
-"""Of Python or a shell that finds no program to run; our pods end with none of them."""
+"""Python's or a shell's that finds no program to run; our pods end with none of them."""
+_MAX_CONFIG_BYTES: Final = 1 << 20
+"""The API server's limit of a ConfigMap (and etcd's behind it)."""
+_KEEP: Final = {"holdfast.dev/keep": "true"}
+"""Annotation of the board, which has the commits of checkpoints, and of the account of the agents,
+which commit until they have ended: these outlive the job."""
 
 
-def render_jobset(
+def render_kubernetes(
     spec: JobSpec,
     plan: Plan,
     *,
+    kind: str,
     run_id: str,
     run_dir: str | Path,
     base_dir: str | Path,
     python: str = "",
 ) -> Bundle:
-    """Return the bundle of a JobSet; arguments and errors are those of `render_pytorchjob`."""
-    del python
-    job = pod_job(spec, plan, kind="jobset", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    body = jobset_spec(job)
-    if job.spec.kubernetes.queue is not None:
-        body["suspend"] = True
-    return kubernetes_bundle(job, [job_document(job, body)])
-
-
-def jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the spec of a JobSet.
+    """Return manifests.yaml, job.json and job.yaml.
 
     Args:
-        job: the job.
-        labels: more labels of the Job.
+        spec: the checked job.
+        plan: its plan.
+        kind: pytorchjob, jobset or trainjob.
+        run_id: name of the run; the job's name is made of it.
+        run_dir: run directory on the launcher's side, absolute.
+        base_dir: folder that relative paths of the spec are relative to.
+        python: the launcher's own interpreter, which no pod has: not used.
+
+    Raises:
+        UserError: HF160, HF720 to HF727.
     """
-    wish = job.spec.kubernetes
-    body: dict[str, Any] = {
-        "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [
-            {
-                "name": REPLICATED_JOB,
-                "template": {
-                    "metadata": {"labels": {**job.child_labels, **(labels or {})}},
-                    "spec": _indexed_job(job),
-                },
-            }
-        ],
-    }
-    if wish.ttl_s is not None:
-        body["ttlSecondsAfterFinished"] = wish.ttl_s
-    return body
+    del python
+    job = pod_job(spec, plan, kind=kind, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    # Paths in job.json are those that pods see.
+    files = render_local(
+        spec, plan, run_id=run_id, run_dir=job.run_dir, base_dir=base_dir, fleet=job.fleet
+    )
+    documents = [
+        _config_map(job, files["job.json"]),
+        *_register_objects(job),
+        *([_disruption_budget(job)] if job.num_pods > 1 else ()),
+        *_DOCUMENTS[kind](job),
+    ]
+    return {MANIFESTS: to_yaml(documents, head=_head(job)), **files}
 
 
-def _indexed_job(job: PodJob) -> dict[str, Any]:
-    wish = job.spec.kubernetes
-    template = pod_template(job)
-    body: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "completions": job.num_pods,
-        "parallelism": job.num_pods,
-        "backoffLimit": job.restart_limit,
-        # By index, or the delay before a pod is replaced would grow with every other's failures.
-        "backoffLimitPerIndex": math.ceil(job.restart_limit / job.num_pods),
-        "podFailurePolicy": {
-            "rules": [
-                _on_codes(job, "FailJob", *FINAL_CODES),
-                {
-                    "action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
-                _on_codes(job, "Ignore", AGAIN),
-                _on_codes(job, "FailIndex", *NEVER_RAN_CODES),
-            ]
-        },
-        "successPolicy": {"rules": [{"succeededCount": 1}]},
-        "template": {
-            "metadata": template["metadata"],
-            "spec": {"restartPolicy": "Never", **template["spec"]},
-        },
-    }
-    if wish.deadline_s is not None:
-        body["activeDeadlineSeconds"] = wish.deadline_s
-    return body
+def check_pods(
+    spec: JobSpec, plan: Plan, *, kind: str, run_id: str, run_dir: str | Path, base_dir: str | Path
+) -> None:
+    """Check what `render_kubernetes` would refuse, without the manifests.
+
+    Raises:
+        UserError: HF160, HF720 to HF727.
+    """
+    job = pod_job(spec, plan, kind=kind, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    config = to_train_config(
+        spec, plan, run_id=run_id, run_dir=job.run_dir, base_dir=base_dir, fleet=job.fleet
+    )
+    _config_map(job, config.to_json())
 
 
-def _on_codes(job: PodJob, action: str, *codes: int) -> dict[str, Any]:
+def _head(job: PodJob) -> str:
+    spares = job.spec.cluster.spares
+    besides = f" and {counted(spares, 'spare')}" if spares else ""
+    head = (
+        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')}{besides}.\n"
+        "To change it, change the job file and render again.\n"
+        f"When a pod must go: {job.clock}."
+    )
+    if job.spec.kubernetes.board == "kubernetes":
+        head += (
+            "\n`holdfast submit` makes the agents' secret. Without it, before: openssl rand -hex 32"
+            f" |\nkubectl create secret generic {secret_name(job.name)} --namespace "
+            f"{job.spec.kubernetes.namespace} --from-file={SECRET_KEY}=/dev/stdin"
+        )
+    return head
+
+
+def _metadata(job: PodJob, name: str, annotations: dict[str, str] | None = None) -> Object:
+    namespace = job.spec.kubernetes.namespace
+    return given(name=name, namespace=namespace, labels=job.labels, annotations=annotations)
+
+
+def _job_document(job: PodJob, body: Object) -> Object:
+    """Return the job itself; `body` says in the place of its kind that its queue starts it."""
+    head, queue = _metadata(job, job.name, job.annotations), job.spec.kubernetes.queue
+    if queue is not None:
+        head["labels"] = {**head["labels"], QUEUE_LABEL: queue}
     return {
-        "action": action,
-        "onExitCodes": {
-            "containerName": CONTAINERS[job.kind],
-            "operator": "In",
-            "values": list(codes),
+        "apiVersion": API_VERSIONS[job.kind],
+        "kind": KINDS[job.kind],
+        "metadata": head,
+        "spec": body,
+    }
+
+
+def _config_map(job: PodJob, job_json: str) -> Object:
+    """Return the ConfigMap with job.json; one that cannot change is not watched by every node.
+
+    Raises:
+        UserError: HF726, it is too long.
+    """
+    size = len(job_json.encode())
+    if size > _MAX_CONFIG_BYTES - 4096:
+        raise UserError(
+            "HF726",
+            f"job.json has {size:,} bytes, a ConfigMap takes 1 MiB: raise elastic.min_nodes, so "
+            "that there are fewer fallback layouts",
+        )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, config_map_name(job.name)),
+        "immutable": True,
+        "data": {"job.json": job_json},
+    }
+
+
+def _register_objects(job: PodJob) -> list[Object]:
+    """Return the ConfigMap that is the board, and the right to write it and the fleet's ledger.
+
+    The board is made here, empty, so that agents need no right to create any: a right to create
+    cannot name what is created. The ledger is there already: it is not this run's.
+    """
+    if not job.registers:
+        return []
+    wish, name, group = job.spec.kubernetes, own_account(job.name), "rbac.authorization.k8s.io"
+    board, account = (
+        {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, called, _KEEP)}
+        for kind, called in (("ConfigMap", board_name(job.name)), ("ServiceAccount", name))
+    )
+    rule = {
+        "apiGroups": [""],
+        "resources": ["configmaps"],
+        "resourceNames": list(job.registers),
+        "verbs": ["get", "update"],
+    }
+    subject = {
+        "kind": "ServiceAccount",
+        "name": wish.service_account or name,
+        "namespace": wish.namespace,
+    }
+    return [
+        *([board] if wish.board == "kubernetes" else ()),
+        *([account] if wish.service_account is None else ()),
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "Role",
+            "metadata": _metadata(job, name, _KEEP),
+            "rules": [rule],
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": _metadata(job, name, _KEEP),
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+            "subjects": [subject],
+        },
+    ]
+
+
+def _disruption_budget(job: PodJob) -> Object:
+    """Return the PodDisruptionBudget: drains may take pods down to the smallest layout, or one.
+
+    Each leaves after its save. Were all but one to stay, `kubectl drain` of a second node would
+    wait for the first one's successor, for which there may be no room. A whole number of pods that
+    stay: for pods of other controllers than the built-in ones nothing else is allowed (disruption
+    controller, getExpectedPodCount).
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "minAvailable": min(job.plan.ladder.min_nodes, job.num_pods - 1),
+            "selector": {"matchLabels": {RUN_LABEL: job.name}},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }
 
@@ -128,36 +227,24 @@ def _on_codes(job: PodJob, action: str, *codes: int) -> dict[str, Any]:
 # budget themselves.
 
 
-def render_pytorchjob(
-    spec: JobSpec,
-    plan: Plan,
-    *,
-    run_id: str,
-    run_dir: str | Path,
-    base_dir: str | Path,
-    python: str = "",
-) -> Bundle:
-    """Return the bundle of a PyTorchJob: manifests.yaml, job.json, job.yaml.
-
-    Args:
-        spec: the checked job.
-        plan: its plan.
-        run_id: name of the run; the job's name is made of it.
-        run_dir: where the bundle will lie on the launcher's side, absolute.
-        base_dir: folder that relative paths of the spec are relative to.
-        python: the launcher's own interpreter, which no pod has: not used.
-
-    Raises:
-        UserError: HF160, HF720 to HF726.
-    """
-    del python
-    job = pod_job(spec, plan, kind="pytorchjob", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+def _pytorchjob(job: PodJob) -> list[Object]:
+    wish, ladder = job.spec.kubernetes, job.plan.ladder
+    gang = given(minAvailable=ladder.min_nodes, priorityClass=wish.priority_class)
     body = {
-        "nprocPerNode": str(spec.cluster.gpus_per_node),
-        "runPolicy": _run_policy(job),
+        "nprocPerNode": str(job.spec.cluster.gpus_per_node),
+        "runPolicy": given(
+            # With None, workers that outlive the job keep their GPUs.
+            cleanPodPolicy="Running",
+            # The operator adds up the restarts of all pods.
+            backoffLimit=job.restart_limit,
+            suspend=_suspended(job),
+            activeDeadlineSeconds=wish.deadline_s,
+            ttlSecondsAfterFinished=wish.ttl_s,
+            schedulingPolicy=gang if wish.gang else None,
+        ),
         "elasticPolicy": {
             "rdzvBackend": "c10d",
-            "minReplicas": plan.ladder.min_nodes,
+            "minReplicas": ladder.min_nodes,
             "maxReplicas": job.num_pods,
         },
         "pytorchReplicaSpecs": {
@@ -168,64 +255,100 @@ def render_pytorchjob(
             }
         },
     }
-    return kubernetes_bundle(job, [job_document(job, body)])
+    return [_job_document(job, body)]
 
 
-def _run_policy(job: PodJob) -> dict[str, Any]:
-    wish = job.spec.kubernetes
-    policy: dict[str, Any] = {
-        # With None, workers that outlive the job keep their GPUs.
-        "cleanPodPolicy": "Running",
-        # The operator adds up the restarts of all pods.
-        "backoffLimit": job.restart_limit,
+def _suspended(job: PodJob) -> bool | None:
+    """Return True for a job that its queue starts, else None."""
+    return None if job.spec.kubernetes.queue is None else True
+
+
+# -- JobSet ---------------------------------------------------------------------------------------
+# A JobSet has one Indexed Job, an index for each node. By itself it answers one failed pod by
+# deleting all of them, and with them every snapshot in memory. Here the Job replaces each failed
+# pod alone, and an agent that says "never again" (93, 94) fails it. A pod whose node goes, or that
+# keeps count of its failures itself (143), is not charged; one that never ran our code gives its
+# index up at once, any other after `restart_limit`. A Job without an index left has failed, and its
+# JobSet with it. Its successPolicy ends it with the first agent that says "done", so pods still
+# waiting for a node hold nothing up.
+
+
+def _jobset(job: PodJob) -> list[Object]:
+    return [_job_document(job, given(**_jobset_spec(job), suspend=_suspended(job)))]
+
+
+def _jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> Object:
+    """Return the spec of a JobSet, whose Job has `labels` too."""
+    return given(
+        failurePolicy={"maxRestarts": 0},
+        replicatedJobs=[
+            {
+                "name": REPLICATED_JOB,
+                "template": {
+                    "metadata": {"labels": {**job.child_labels, **(labels or {})}},
+                    "spec": _indexed_job(job),
+                },
+            }
+        ],
+        ttlSecondsAfterFinished=job.spec.kubernetes.ttl_s,
+    )
+
+
+def _indexed_job(job: PodJob) -> Object:
+    template = pod_template(job)
+    rules = [
+        _on_codes(job, "FailJob", *FINAL_CODES),
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        _on_codes(job, "Ignore", AGAIN),
+        _on_codes(job, "FailIndex", *NEVER_RAN_CODES),
+    ]
+    return given(
+        completionMode="Indexed",
+        completions=job.num_pods,
+        parallelism=job.num_pods,
+        backoffLimit=job.restart_limit,
+        # By index, or the delay before a pod is replaced would grow with every other's failures.
+        backoffLimitPerIndex=math.ceil(job.restart_limit / job.num_pods),
+        podFailurePolicy={"rules": rules},
+        successPolicy={"rules": [{"succeededCount": 1}]},
+        template={**template, "spec": {"restartPolicy": "Never", **template["spec"]}},
+        activeDeadlineSeconds=job.spec.kubernetes.deadline_s,
+    )
+
+
+def _on_codes(job: PodJob, action: str, *codes: int) -> Object:
+    return {
+        "action": action,
+        "onExitCodes": {
+            "containerName": CONTAINERS[job.kind],
+            "operator": "In",
+            "values": list(codes),
+        },
     }
-    if wish.queue is not None:
-        policy["suspend"] = True
-    if wish.deadline_s is not None:
-        policy["activeDeadlineSeconds"] = wish.deadline_s
-    if wish.ttl_s is not None:
-        policy["ttlSecondsAfterFinished"] = wish.ttl_s
-    if wish.gang:
-        policy["schedulingPolicy"] = {"minAvailable": job.plan.ladder.min_nodes}
-        if wish.priority_class is not None:
-            policy["schedulingPolicy"]["priorityClass"] = wish.priority_class
-    return policy
 
 
 # -- TrainJob -------------------------------------------------------------------------------------
-# The runtime carries the JobSet above. It asks for a number of nodes and nothing
-# else: the torch plugin would set PET_... for torchrun, which our agents are not. What TrainJobs
-# override runtimes by has changed its name with every release, so nothing is overridden.
+# The runtime carries the JobSet above. It asks for a number of nodes and nothing else: the torch
+# plugin would set PET_... for torchrun, which our agents are not. What TrainJobs override runtimes
+# by has changed its name with every release, so nothing is overridden.
 
 
-ANCESTOR: Final = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-"""On the Job whose number of pods is the number of nodes; its container is called node."""
-FRAMEWORK: Final = {"trainer.kubeflow.org/framework": "torch"}
+def _trainjob(job: PodJob) -> list[Object]:
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    body = given(runtimeRef=runtime, suspend=_suspended(job))
+    return [_runtime(job), _job_document(job, body)]
 
 
-def render_trainjob(
-    spec: JobSpec,
-    plan: Plan,
-    *,
-    run_id: str,
-    run_dir: str | Path,
-    base_dir: str | Path,
-    python: str = "",
-) -> Bundle:
-    """Return the bundle of a TrainJob; arguments and errors are those of `render_pytorchjob`."""
-    del python
-    job = pod_job(spec, plan, kind="trainjob", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    return kubernetes_bundle(job, [_runtime(job), _job(job)])
-
-
-def _runtime(job: PodJob) -> dict[str, Any]:
-    head = metadata(job, job.name)
-    head["labels"] = {**head["labels"], **FRAMEWORK}
-    body: dict[str, Any] = {
+def _runtime(job: PodJob) -> Object:
+    head = _metadata(job, job.name)
+    head["labels"] = {**head["labels"], "trainer.kubeflow.org/framework": "torch"}
+    # On the Job whose number of pods is the number of nodes; its container is called node.
+    ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    body: Object = {
         "mlPolicy": {"numNodes": job.num_pods},
         "template": {
             "metadata": {"labels": job.child_labels},  # the JobSet's own
-            "spec": jobset_spec(job, labels=ANCESTOR),
+            "spec": _jobset_spec(job, labels=ancestor),
         },
     }
     if job.spec.kubernetes.gang:
@@ -239,14 +362,9 @@ def _runtime(job: PodJob) -> dict[str, Any]:
     }
 
 
-def _job(job: PodJob) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "runtimeRef": {
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "TrainingRuntime",
-            "name": job.name,
-        }
-    }
-    if job.spec.kubernetes.queue is not None:
-        body["suspend"] = True
-    return job_document(job, body)
+_DOCUMENTS: Final[dict[str, Callable[[PodJob], list[Object]]]] = {
+    "pytorchjob": _pytorchjob,
+    "jobset": _jobset,
+    "trainjob": _trainjob,
+}
+"""Kind -> its own documents, the job itself last."""

@@ -32,12 +32,12 @@ from launcher.spec.values import is_levels
 
 _GIB: Final = 2**30
 _SHM_SPARE_GIB: Final = 8
-"""For NCCL's and the data loaders' own segments."""
+"""For segments of NCCL and data loaders."""
 _SHM_UNKNOWN_GIB: Final = 64
-"""Of a script, whose state is not known, on nodes whose memory is not."""
+"""For a script on nodes whose memory is not known."""
 RESTARTS_PER_NODE: Final = 20
-"""Failures of a pod that nobody asked for, as a kernel's kill, in the life of a job. A Job waits up
-to 6 min before each replacement: one that never runs has failed so often after 1.6 h."""
+"""Failures of a pod in a job's life that nobody asked for, as a kernel's kill. A Job waits up to 6
+min before each replacement: a pod that never runs has failed so often after 1.6 h."""
 _FILE_SUFFIXES: Final = (".sif", ".sqsh", ".img")
 
 
@@ -70,10 +70,10 @@ class PodJob:
 
     @property
     def registers(self) -> tuple[str, ...]:
-        """Names of the ConfigMaps of its namespace that its agents write; they need a token then.
+        """Names of the ConfigMaps of its namespace that its agents write; this takes a token.
 
-        Without a board there, a ledger is written by pods only where the job file asks for it:
-        other pods get no token, and the launcher does it.
+        Without a board there, pods write a ledger only where the job file asks for it; else they
+        get no token, and the launcher writes it.
         """
         wish, named = self.spec.kubernetes, self.spec.cluster.fleet or ""
         own_board = wish.board == "kubernetes"
@@ -115,15 +115,7 @@ def pod_job(
     run_dir: str | Path,
     base_dir: str | Path,
 ) -> PodJob:
-    """Return what renderers need, the gaps of the job file filled in.
-
-    Args:
-        spec: the checked job.
-        plan: its plan.
-        kind: pytorchjob, jobset or trainjob.
-        run_id: name of the run.
-        run_dir: run directory on the launcher's side, absolute.
-        base_dir: folder that relative paths of the spec are relative to.
+    """Return what renderers need, the gaps of the job file filled in; see `render_kubernetes`.
 
     Raises:
         UserError: HF160, HF720 to HF725: everything that is missing or cannot work; HF166 a path
@@ -232,13 +224,13 @@ def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
         said = str(path)
         if not written.startswith("/"):
             said = f"{written} ({path}, by the job file's folder)"
-        how_to_fix = f"use an absolute path under {' or '.join(kept)}, or mount what it is on in "
-        how_to_fix += "kubernetes.volumes"
-        if not must_last:
-            how_to_fix += ", or name its folder in kubernetes.image_paths if the image brings it"
-        yield spec.problem(
-            "HF722", key, f"{said} is on none of the pods' volumes: {lost}; {how_to_fix}"
+        message = (
+            f"{said} is on none of the pods' volumes: {lost}; use an absolute path under "
+            f"{' or '.join(kept)}, or mount what it is on in kubernetes.volumes"
         )
+        if not must_last:
+            message += ", or name its folder in kubernetes.image_paths if the image brings it"
+        yield spec.problem("HF722", key, message)
 
 
 def _secrets(spec: JobSpec) -> Iterator[Problem]:
@@ -281,11 +273,14 @@ def _fleet(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _shm(spec: JobSpec, plan: Plan) -> str:
-    """Return the size of /dev/shm that snapshots need, with room for NCCL and data loaders."""
+    """Return the size of /dev/shm that snapshots need, with room for NCCL and data loaders.
+
+    The state of a script is not known: it gets half of the pod's memory.
+    """
     memory = spec.kubernetes.memory
     if spec.command is not None:
-        half = None if memory is None else quantity_bytes(memory) // 2 // _GIB
-        return f"{max(1, half)}Gi" if half is not None else f"{_SHM_UNKNOWN_GIB}Gi"
+        size = _SHM_UNKNOWN_GIB if memory is None else max(1, quantity_bytes(memory) // 2 // _GIB)
+        return f"{size}Gi"
     snapshots = plan.snapshots.node_bytes if plan.snapshots.every_steps else 0
     return f"{math.ceil(snapshots / _GIB) + _SHM_SPARE_GIB}Gi"
 

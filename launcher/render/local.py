@@ -14,6 +14,12 @@ from launcher.spec.errors import UserError
 from launcher.spec.source import read_source, write_sets
 from launcher.spec.spec import JobSpec
 
+Bundle = dict[str, str]
+"""File name, relative to the run directory -> its text."""
+JOB_FILE: Final = "job.yaml"
+"""The job file with its overrides: what may be submitted again."""
+MANIFESTS: Final = "manifests.yaml"
+"""What is sent to Kubernetes."""
 HEAD: Final = "# Relative paths are relative to "
 """How the job file that is kept with a run begins."""
 
@@ -33,10 +39,9 @@ def to_train_config(
         spec: the checked job.
         plan: its plan, whose ladder the nodes look up.
         run_id: name of the run, unique among the runs of its folder.
-        run_dir: where job.json will lie, absolute, on shared storage.
-        base_dir: folder that relative paths of the spec are relative to: the job
-            file's, `Path(job_file).absolute().parent`.
-        fleet: where the fleet's ledger lies; None: where the job file says.
+        run_dir: where job.json will be, absolute, on shared storage.
+        base_dir: folder that relative paths of the spec are relative to, the job file's.
+        fleet: where the fleet's ledger is; None: where the job file says.
     """
     checkpoint = dict(spec.checkpoint) | {
         "dir": checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir),
@@ -110,10 +115,9 @@ def render_local(
     python: str = "",
     fleet: str | None = None,
 ) -> Bundle:
-    """Return job.json and job.yaml, the job file, which are kept with the run.
+    """Return job.json and job.yaml, which are kept with the run; arguments as `to_train_config`.
 
-    `python` is for platforms whose nodes run a script; here nothing is made of it. For `fleet` see
-    `to_train_config`.
+    `python` is for platforms whose nodes run a script; it is not used.
     """
     del python
     config = to_train_config(
@@ -133,14 +137,3 @@ def job_file(spec: JobSpec, base_dir: str | Path) -> str:
     if written is None:
         written = to_yaml([read_source(own, "", spec.sets).data])
     return head + keys + written
-
-
-# -- Bundles --------------------------------------------------------------------------------------
-
-
-Bundle = dict[str, str]
-"""File name, relative to the run directory -> its text."""
-JOB_FILE: Final = "job.yaml"
-"""The job file with its overrides: what may be submitted again."""
-MANIFESTS: Final = "manifests.yaml"
-"""What is sent to Kubernetes."""

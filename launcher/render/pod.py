@@ -97,7 +97,7 @@ def _metadata(job: PodJob) -> Object:
     return {
         "labels": job.labels,
         "annotations": {
-            **job.spec.kubernetes.annotations,
+            **wish.annotations,
             # A pod that is moved costs the others a recovery.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             "karpenter.sh/do-not-disrupt": "true",
@@ -120,7 +120,7 @@ def _spec(job: PodJob) -> Object:
 def _rendered_spec(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     account = wish.service_account or (own_account(job.name) if job.registers else None)
-    return _given(
+    return given(
         serviceAccountName=account,
         # No rights in pods that need none.
         automountServiceAccountToken=bool(job.registers),
@@ -141,7 +141,7 @@ def _rendered_spec(job: PodJob) -> Object:
 def _container(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     resources = _resources(job)
-    return _given(
+    return given(
         name=CONTAINERS[job.kind],
         image=job.image,
         imagePullPolicy=wish.image_pull_policy,
@@ -167,20 +167,16 @@ def _environment(job: PodJob) -> list[Object]:
     spec, wish = job.spec, job.spec.kubernetes
     board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
     domain = spec.elastic.failure_domain
-    # The pod's own label: pods may not read nodes. See docs/kubernetes.md for who copies it.
-    of_node = (
-        () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", label_path(domain)),)
-    )
+    fields = [
+        *OF_POD,
+        ("HOLDFAST_NAMESPACE", "metadata.namespace"),
+        ("HOLDFAST_ATTEMPT", label_path(ATTEMPT_LABEL)),
+    ]
+    if domain not in (None, NO_DOMAIN):
+        # The pod's own label: pods may not read nodes. See docs/kubernetes.md for who copies it.
+        fields.append(("HOLDFAST_FAILURE_DOMAIN", label_path(domain)))
     found: list[Object] = [
-        *(
-            from_field(name, path)
-            for name, path in (
-                *OF_POD,
-                ("HOLDFAST_NAMESPACE", "metadata.namespace"),
-                ("HOLDFAST_ATTEMPT", label_path(ATTEMPT_LABEL)),
-                *of_node,
-            )
-        ),
+        *(from_field(name, path) for name, path in fields),
         {"name": "HOLDFAST_KIND", "value": job.kind},
         {"name": "HOLDFAST_JOB", "value": job.name},
         {"name": "HOLDFAST_BOARD", "value": board},
@@ -221,13 +217,8 @@ def label_path(key: str) -> str:
 def _resources(job: PodJob) -> dict[str, str]:
     """Return requests and limits, which are the same: such pods are the last to be evicted."""
     spec, wish = job.spec, job.spec.kubernetes
-    found = {}
-    if wish.cpus is not None:
-        found["cpu"] = wish.cpus
-    if wish.memory is not None:
-        found["memory"] = wish.memory
-    if spec.device == "cuda":
-        found[wish.gpu_resource] = str(spec.cluster.gpus_per_node)
+    gpus = str(spec.cluster.gpus_per_node) if spec.device == "cuda" else None
+    found = given(**{"cpu": wish.cpus, "memory": wish.memory, wish.gpu_resource: gpus})
     return found | {name: str(count) for name, count in wish.rdma.items()}
 
 
@@ -241,7 +232,7 @@ def _tolerations(job: PodJob) -> list[Object] | None:
 
 
 def _toleration(wish: Toleration) -> Object:
-    return _given(
+    return given(
         key=wish.key,
         operator=wish.operator or ("Equal" if wish.value is not None else "Exists"),
         value=wish.value,
@@ -251,20 +242,17 @@ def _toleration(wish: Toleration) -> Object:
 
 
 def _affinity(job: PodJob) -> Object | None:
-    wish = job.spec.kubernetes
-    found: Object = {}
-    if wish.topology is not None and wish.queue is None:
-        term = {
-            "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
-            "topologyKey": wish.topology.required or wish.topology.preferred,
-        }
-        how = "IgnoredDuringExecution"
-        if wish.topology.required:
-            found["podAffinity"] = {f"requiredDuringScheduling{how}": [term]}
-        else:
-            soft = {"weight": 100, "podAffinityTerm": term}
-            found["podAffinity"] = {f"preferredDuringScheduling{how}": [soft]}
-    return found or None
+    near = job.spec.kubernetes.topology
+    if near is None or job.spec.kubernetes.queue is not None:  # Kueue has an annotation for it
+        return None
+    term = {
+        "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
+        "topologyKey": near.required or near.preferred,
+    }
+    if near.required:
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    soft = {"weight": 100, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
 
 
 def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
@@ -290,8 +278,8 @@ def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
 
 def _pod_security(wish: Kubernetes) -> Object:
     asked = wish.security
-    return _given(
-        runAsNonRoot=True if asked.is_restricted else None,
+    return given(
+        runAsNonRoot=asked.is_restricted or None,
         runAsUser=asked.run_as_user,
         runAsGroup=asked.run_as_group,
         supplementalGroups=list(asked.supplemental_groups) or None,
@@ -305,12 +293,12 @@ def _container_security(wish: Kubernetes) -> Object:
     """Return the container's rights: RDMA registers memory, so it may lock it."""
     asked = wish.security
     locks = wish.fabric != "none" or bool(wish.rdma)
-    capabilities = _given(
+    capabilities = given(
         drop=["ALL"] if asked.is_restricted else None, add=["IPC_LOCK"] if locks else None
     )
-    return _given(
+    return given(
         allowPrivilegeEscalation=False,
-        readOnlyRootFilesystem=True if asked.read_only_root else None,
+        readOnlyRootFilesystem=asked.read_only_root or None,
         capabilities=capabilities or None,
     )
 
@@ -335,8 +323,8 @@ def _volumes(job: PodJob) -> list[Object]:
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
         if volume.claim is not None:
-            claim = {"claimName": volume.claim, "readOnly": True if volume.read_only else None}
-            source = {"persistentVolumeClaim": _given(**claim)}
+            claim = given(claimName=volume.claim, readOnly=volume.read_only or None)
+            source = {"persistentVolumeClaim": claim}
         else:
             source = {"hostPath": {"path": volume.host_path}}
         found.append({"name": name, **source})
@@ -344,9 +332,9 @@ def _volumes(job: PodJob) -> list[Object]:
 
 
 def _secret_mode(wish: Kubernetes) -> int:
-    """Return the mode of the mounted secret: root owns it, whoever the pod runs as.
+    """Return the mode of the mounted secret, which root owns: another user could not read 0400.
 
-    Of an `fs_group` the kubelet lets the group read. Another user than root could not read 0400.
+    With an `fs_group` the kubelet lets the group read.
     """
     of_root = wish.security.run_as_user == 0 or wish.security.fs_group is not None
     return 0o400 if of_root else 0o444
@@ -364,11 +352,10 @@ def _mounts(job: PodJob) -> list[Object]:
     if _own_tmp(wish):
         found.append({"name": TMP_VOLUME, "mountPath": TMP})
     for name, volume in wish.volumes.items():
-        mount = {"name": name, "mountPath": volume.mount}
-        found.append({**mount, "readOnly": True} if volume.read_only else mount)
+        found.append(given(name=name, mountPath=volume.mount, readOnly=volume.read_only or None))
     return found
 
 
-def _given(**fields: Any) -> Object:
+def given(**fields: Any) -> Object:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

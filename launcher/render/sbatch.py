@@ -1,7 +1,7 @@
 """(spec, plan) -> the bundle of a Slurm job: job.sbatch, job.json, job.yaml. Pure.
 
-The script is slurm/job.sbatch.j2. sbatch lets variables SBATCH_... of the environment it is
-called from override the lines of the script: who submits it takes them out.
+The script is templates/job.sbatch.j2. sbatch lets variables SBATCH_... of its own environment
+override the script's lines: who submits it takes them out.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def render_slurm(
     Args:
         spec: the checked job.
         plan: its plan.
-        run_id: name of the run; the Slurm job is called so too.
-        run_dir: where the bundle will lie, absolute, on storage that all nodes share. Array
-            tasks have the folders `run_dir/INDEX`.
+        run_id: name of the run and of the Slurm job.
+        run_dir: where the bundle will be, absolute, on storage that all nodes share. Array tasks
+            have the folders `run_dir/INDEX`.
         base_dir: folder that relative paths of the spec are relative to.
-        python: the interpreter that has holdfast on the nodes, where neither `slurm.python`
-            nor `env.venv` names one.
+        python: interpreter with holdfast on the nodes, unless `slurm.python` or `env.venv` names
+            one.
 
     Raises:
         UserError: HF160 the times do not fit, HF166 a path that a script cannot carry.
@@ -130,9 +130,13 @@ def render_sweep(
     spec = tasks[0][0]
     if spec.slurm.array is not None:
         message = "an array and a sweep exclude each other; leave slurm.array out"
-        raise UserError.many([spec.problem("HF016", "slurm.array", message)])
+        raise _error(spec, "HF016", "slurm.array", message)
     places = _Places(run_id, Path(run_dir), base_dir, python)
     return _array(dict(enumerate(tasks)), places, array=f"0-{len(tasks) - 1}")
+
+
+def _error(spec: JobSpec, code: str, key: str, message: str) -> UserError:
+    return UserError.many([spec.problem(code, key, message)])
 
 
 def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array: str) -> Bundle:
@@ -151,7 +155,6 @@ def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array:
 
 
 def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) -> str:
-    """Return the text of the batch script."""
     return template("job.sbatch.j2").render(_values(spec, plan, places, array=array))
 
 
@@ -165,8 +168,14 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     if array is not None and slurm.restart == "chain":
         # A successor of one task would be the whole array once more.
         message = "an array cannot be chained; use requeue or none"
-        raise UserError.many([spec.problem("HF016", "slurm.restart", message)])
-    _check_domain(spec)
+        raise _error(spec, "HF016", "slurm.restart", message)
+    domain = spec.elastic.failure_domain
+    if domain not in (None, NO_DOMAIN) and not is_levels(domain):
+        message = (
+            f"{domain} is a label of Kubernetes' nodes: Slurm's topology has levels; use 1 (the "
+            f"leaf switch or block), 2 (the switch above), or {NO_DOMAIN}"
+        )
+        raise _error(spec, "HF167", "elastic.failure_domain", message)
     run = check_path(places.run_dir, "run directory")
     run_id = check_path(places.run_id, "run id")
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
@@ -212,21 +221,15 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     }
 
 
-def _check_domain(spec: JobSpec) -> None:
-    domain = spec.elastic.failure_domain
-    if domain not in (None, NO_DOMAIN) and not is_levels(domain):
-        message = (
-            f"{domain} is a label of Kubernetes' nodes: Slurm's topology has levels; use 1 (the "
-            f"leaf switch or block), 2 (the switch above), or {NO_DOMAIN}"
-        )
-        raise UserError.many([spec.problem("HF167", "elastic.failure_domain", message)])
-
-
 def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | None, str | None]]:
     """Return (file, variable) for each secret: one of the two."""
     found, problems = {}, []
     for name, secret in spec.env.secrets.items():
-        file = None if secret.file is None else _secret_file(secret.file, base_dir)
+        file = None
+        if secret.file is not None:  # ~/ is the home of the user the job runs as
+            file = home_path(
+                secret.file if secret.file.startswith("~/") else str(Path(base_dir) / secret.file)
+            )
         if file is None and secret.env is None:
             message = "Slurm has no Secrets: add file: PATH or env: NAME beside kubernetes:"
             problems.append(spec.problem("HF163", f"env.secrets.{name}", message))
@@ -255,10 +258,6 @@ def step_log(run: str, *, array: bool) -> Quoted:
     """Return --output of a step on the nodes: a file for each, in the attempt's folder."""
     task = '/"$SLURM_ARRAY_TASK_ID"' if array else ""
     return Quoted(f'{quoted(file_pattern(run))}{task}/logs/"$hf_attempt"/%N.log')
-
-
-def _secret_file(path: str, base_dir: str | Path) -> Quoted:
-    return home_path(path if path.startswith("~/") else str(Path(base_dir) / path))
 
 
 def _sbatch_sections(
@@ -355,7 +354,7 @@ def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, An
         return {"srun_container": (), "inside": None}
     if runtime is None:
         message = "say in slurm.container what runs it: pyxis or apptainer"
-        raise UserError.many([spec.problem("HF164", "env.image", message)])
+        raise _error(spec, "HF164", "env.image", message)
     mounts = ",".join(_mounts(spec, run=run, base_dir=base_dir))
     if runtime == "pyxis":
         if found := _REGISTRY.fullmatch(image):
@@ -388,6 +387,6 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
         if not any(PurePath(path).is_relative_to(other) for other in paths if other != path):
             if "," in path or ":" in path:
                 message = f"{path} cannot be mounted: , and : separate mounts; use another place"
-                raise UserError.many([spec.problem("HF166", "slurm.container", message)])
+                raise _error(spec, "HF166", "slurm.container", message)
             kept.append(f"{path}:{path}")
     return [*kept, *spec.slurm.container_mounts]

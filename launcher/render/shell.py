@@ -1,7 +1,7 @@
 """Values into texts that programs read: quoted for bash, for #SBATCH lines, by default. Pure.
 
-Templates print values through `finalize`, so that one which nobody thought of is quoted too;
-what is text of a script already must say so by its type, `Quoted`.
+Templates print values through `finalize`, so every value is quoted; what is text of a script
+already says so by its type, `Quoted`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ def sbatch_option(name: str, value: object = None) -> Quoted:
     No shell reads these lines: sbatch splits them itself at white space, takes what is in
     quotes together, drops the text after an open #, and takes the character after a
     backslash as it is, within quotes of either kind too (get_argument in src/sbatch/opt.c).
-
-    Args:
-        name: the option, without dashes.
-        value: what it is set to, one line; None: nothing.
+    `value` is one line; None: the option has none.
     """
     if value is None:
         return Quoted(f"--{name}")

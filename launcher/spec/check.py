@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 BYTES_VOCABULARY = 256
 SEGMENT_SINCE = "24.05"
 """sbatch --segment: topology/block of that version (man sbatch)."""
+_EXCLUSIVE: Final = (
+    ("gres", "gpu_type", "gres and gpu_type exclude each other"),
+    ("mem_per_cpu", "mem", "mem is of a node, mem_per_cpu of a CPU"),
+    ("segment", "switches", "switches are for topology/tree, segment for topology/block"),
+)
+"""Keys of `slurm:` of which a job has one at most."""
 _TAKEN: Final = ("/dev/shm", "/etc/holdfast", "/etc/holdfast-secret")  # noqa: S108  of the pods, not of this machine
 
 
@@ -115,50 +122,40 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[BrokenRule]:
             f"{batches + idle} places of a step idle"
         )
         whole = (times * dp * facts.micro_batch for times in (batches // dp, batches // dp + 1))
-        yield finding(
-            "HF152",
-            "train.global_batch",
-            message,
-            "layout",
-            "train",
-            offers=instead("train.global_batch", whole),
-        )
+        yield finding("HF152", "train.global_batch", message, "layout", "train", use=whole)
 
 
 def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
     layout, cluster, elastic = spec.layout, spec.cluster, spec.elastic
     if layout.schedule == "interleaved" and layout.interleave < 2:
-        message = "interleaved is for two or more stages per rank"
-        offers: list[Offer] = [{"layout.schedule": "1f1b"}, {"layout.interleave": 2}]
-        yield finding("HF118", "layout.schedule", message, "layout.interleave", offers=offers)
+        message, key = "interleaved is for two or more stages per rank", "layout.interleave"
+        yield finding("HF118", "layout.schedule", message, key, use=["1f1b"], offers=[{key: 2}])
     if layout.schedule == "1f1b" and layout.interleave > 1:
         message = f"{layout.interleave} stages per rank are for the interleaved schedule"
-        offers = [{"layout.interleave": 1}, {"layout.schedule": "interleaved"}]
-        yield finding("HF118", "layout.interleave", message, "layout.schedule", offers=offers)
+        offers: list[Offer] = [{"layout.schedule": "interleaved"}]
+        yield finding(
+            "HF118", "layout.interleave", message, "layout.schedule", use=[1], offers=offers
+        )
     # Of a script nothing is predicted, so any other GPU is as good.
     of_script = spec.command is not None and cluster.gpu.lower() != CPU
     if not of_script and cluster.gpu not in (*GPUS, CPU):
         gpu = cluster.gpu.upper()
         near = [name for name in GPUS if name.upper().startswith(gpu)]
-        import difflib
-
         near = near or difflib.get_close_matches(gpu, GPUS, n=3, cutoff=0.5)
-        usable = instead("cluster.gpu", [*(near or GPUS), CPU])
-        yield finding("HF122", "cluster.gpu", f"{cluster.gpu} is unknown", offers=usable)
+        usable = [*(near or GPUS), CPU]
+        yield finding("HF122", "cluster.gpu", f"{cluster.gpu} is unknown", use=usable)
     if elastic.min_nodes is not None and elastic.min_nodes > cluster.nodes:
-        message = (
-            f"{elastic.min_nodes} is more than the {counted(cluster.nodes, 'node')} of the cluster"
-        )
-        most = instead("elastic.min_nodes", [cluster.nodes])
-        yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes", offers=most)
+        have = f"the {counted(cluster.nodes, 'node')} of the cluster"
+        message, most = f"{elastic.min_nodes} is more than {have}", [cluster.nodes]
+        yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes", use=most)
     yield from _sizes(spec)
     if elastic.dead_after_s <= elastic.heartbeat_s:
         message = (
             f"{elastic.dead_after_s:g} s of silence would be a death, but a heartbeat comes every "
             f"{elastic.heartbeat_s:g} s"
         )
-        ample = instead("elastic.dead_after_s", [5 * elastic.heartbeat_s])
-        yield finding("HF123", "elastic.dead_after_s", message, "elastic.heartbeat_s", offers=ample)
+        ample = [5 * elastic.heartbeat_s]
+        yield finding("HF123", "elastic.dead_after_s", message, "elastic.heartbeat_s", use=ample)
     if spec.env.venv and spec.env.image:
         yield finding("HF016", "env.image", "venv and image exclude each other; keep one")
     if spec.network.cidr and spec.network.interface != "auto":
@@ -168,13 +165,12 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
     yield from _float8(spec)
     if spec.data.cut_long and not spec.data.packed:
         message = f"cut_long is for examples of sft, the format is {spec.data.format}; leave it out"
-        offers = instead("data.cut_long", [False])
-        yield finding("HF016", "data.cut_long", message, "data.format", offers=offers)
+        yield finding("HF016", "data.cut_long", message, "data.format", use=[False])
     warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps
     if warmup > steps:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
-        tenth = instead("train.optimizer.warmup_steps", [steps // 10])
-        yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", offers=tenth)
+        tenth = [steps // 10]
+        yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", use=tenth)
 
 
 def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -182,23 +178,24 @@ def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
     train, gpu = spec.train, spec.cluster.gpu
     if not train.float8 or spec.command is not None:
         return
-    key, without = "train.float8", instead("train.float8", [False])
+    key, without = "train.float8", [False]
+    offers: list[Offer]
     if train.precision != "bf16":
         message = f"float8 is for products in bf16, and precision is {train.precision}"
-        offers = [*instead("train.precision", ["bf16"]), *without]
+        offers = [{"train.precision": "bf16"}, {key: False}]
         yield finding("HF133", key, message, "train.precision", offers=offers)
     elif isinstance(spec.shape, Plugin):
         message = "what the layers of a plug-in multiply is not known"
-        yield finding("HF133", key, message, "model", offers=without)
+        yield finding("HF133", key, message, "model", use=without)
     elif spec.shape.num_experts > 1:
         message = "experts multiply in bf16, which is most of a layer's work"
-        yield finding("HF133", key, message, "model", offers=without)
+        yield finding("HF133", key, message, "model", use=without)
     elif gpu in GPUS and not GPUS[gpu].float8:
         message = f"{gpu} does not multiply in float8"
-        yield finding("HF133", key, message, "cluster.gpu", offers=without)
+        yield finding("HF133", key, message, "cluster.gpu", use=without)
     elif gpu != CPU and not train.compile:
         message = "without train.compile what is cast to float8 costs more than its products save"
-        offers = [*instead("train.compile", [True]), *without]
+        offers = [{"train.compile": True}, {key: False}]
         yield finding("HF190", key, message, "train.compile", "cluster.gpu", offers=offers)
 
 
@@ -213,8 +210,7 @@ def _sizes(spec: JobSpec) -> Iterator[BrokenRule]:
             f"{listed}: expected numbers from {least} (min_nodes) to {nodes} (the nodes of the "
             f"cluster), {nodes} among them"
         )
-        offers = instead("elastic.sizes", [usable])
-        yield finding("HF135", "elastic.sizes", message, "cluster.nodes", offers=offers)
+        yield finding("HF135", "elastic.sizes", message, "cluster.nodes", use=[usable])
 
 
 def _validation(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -239,34 +235,22 @@ def _numbers(spec: JobSpec) -> Iterator[BrokenRule]:
         held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
         message = f"FSDP shards every parameter, so {held} replicas to compare; {majority}"
     enough = [degree for degree in reversed(divisors(max(1, spec.dp))) if degree >= 3][:2]
-    offers = instead("layout.dp_replicate", enough)
-    yield finding("HF157", key, message, "layout", offers=offers)
+    yield finding("HF157", key, message, "layout", offers=instead("layout.dp_replicate", enough))
 
 
 def _env(spec: JobSpec) -> Iterator[BrokenRule]:
     for name in spec.env.variables:
-        key = f"env.variables.{name}"
         if name in spec.env.secrets:
             message = f"{name} is in env.secrets too; keep one"
-            yield finding("HF016", key, message, "env.secrets")
+            yield finding("HF016", f"env.variables.{name}", message, "env.secrets")
 
 
 def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
     """What contradicts itself in `slurm:`, whatever the job is run on."""
     slurm = spec.slurm
-    if slurm.gres is not None and slurm.gpu_type is not None:
-        yield finding(
-            "HF016",
-            "slurm.gres",
-            "gres and gpu_type exclude each other; keep one",
-            "slurm.gpu_type",
-        )
-    if slurm.mem is not None and slurm.mem_per_cpu is not None:
-        message = "mem is of a node, mem_per_cpu of a CPU; keep one"
-        yield finding("HF016", "slurm.mem_per_cpu", message, "slurm.mem")
-    if slurm.switches is not None and slurm.segment is not None:
-        message = "switches are for topology/tree, segment for topology/block; keep one"
-        yield finding("HF016", "slurm.segment", message, "slurm.switches")
+    for key, other, message in _EXCLUSIVE:
+        if None not in (getattr(slurm, key), getattr(slurm, other)):
+            yield finding("HF016", f"slurm.{key}", f"{message}; keep one", f"slurm.{other}")
     if slurm.array is not None and slurm.restart == "chain":
         message = "tasks of an array have one name, a successor would wait for all; use requeue"
         yield finding("HF016", "slurm.restart", message, "slurm.array")
@@ -284,9 +268,8 @@ def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
     for index, mount in enumerate(slurm.container_mounts):
         if "," in mount or not mount.startswith("/") or mount.count(":") > 2:
             message = f"expected /path, /path:/there or /path:/there:ro, found {mount}"
-            yield finding(
-                "HF015", f"slurm.container_mounts.{index}", message, "slurm.container_mounts"
-            )
+            key = "slurm.container_mounts"
+            yield finding("HF015", f"{key}.{index}", message, key)
 
 
 def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[BrokenRule]:
@@ -305,8 +288,7 @@ def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
             "upgrade of the nodes, would end the job"
         )
         needs = ("cluster.nodes", "cluster.spares")
-        offers = instead("kubernetes.restart_limit", [pods, None])
-        yield finding("HF736", "kubernetes.restart_limit", message, *needs, offers=offers)
+        yield finding("HF736", "kubernetes.restart_limit", message, *needs, use=[pods, None])
     if wish.gang and wish.queue is not None:
         message = "Kueue's queue starts all pods or none already; leave gang out"
         yield _pod_finding("gang", message, "queue")
@@ -366,40 +348,39 @@ def _family(spec: JobSpec) -> Iterator[BrokenRule]:
 def _model(spec: JobSpec) -> Iterator[BrokenRule]:
     shape = spec.shape
     yield from _family(spec)
-    for field, message, usable in dimension_mistakes(shape):
-        offers = instead(f"model.{field}", usable)
-        yield finding("HF023", f"model.{field}", message, offers=offers)
+    for field, message, usable in _dimension_mistakes(shape):
+        yield finding("HF023", f"model.{field}", message, use=usable)
     if shape.num_experts > 1 and spec.train.compile:
         message = "blocks whose tokens choose experts are not compiled"
-        offers = instead("train.compile", [False])
-        yield finding("HF130", "train.compile", message, "model", offers=offers)
+        yield finding("HF130", "train.compile", message, "model", use=[False])
     train, tp = spec.train, spec.layout.tp
     if train.compile and train.recompute == "full" and tp > 1 and spec.command is None:
         message = "torch compiles no layer of tp whose activations are all computed again"
-        offers = [
-            *instead("train.recompute", ["selective", "none"]),
-            *instead("train.compile", [False]),
-        ]
-        yield finding("HF134", "train.recompute", message, "train.compile", "layout", offers=offers)
+        yield finding(
+            "HF134",
+            "train.recompute",
+            message,
+            *("train.compile", "layout"),
+            use=["selective", "none"],
+            offers=[{"train.compile": False}],
+        )
     if (
         spec.data.format in ("text", "sft")
         and spec.data.tokenizer == "bytes"
         and shape.vocab_size < BYTES_VOCABULARY
     ):
         message = f"{shape.vocab_size} is too small for bytes"
-        offers = instead("model.vocab_size", [BYTES_VOCABULARY])
-        yield finding("HF024", "model.vocab_size", message, "data", offers=offers)
+        yield finding("HF024", "model.vocab_size", message, "data", use=[BYTES_VOCABULARY])
     context = PUBLISHED_CONTEXT.get(spec.model_name)
     if context and spec.train.seq_len > context:
         message = (
             f"{spec.train.seq_len} tokens exceed the {context} that {spec.model_name} was "
             "published for (a model by its dimensions may have a rope_scaling_factor)"
         )
-        offers = instead("train.seq_len", [context])
-        yield finding("HF154", "train.seq_len", message, offers=offers)
+        yield finding("HF154", "train.seq_len", message, use=[context])
 
 
-def dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
+def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
     if isinstance(shape, Mixtral):
         experts, chosen = shape.num_experts, shape.experts_per_token

@@ -15,10 +15,6 @@ class Accelerator(NamedTuple):
     """Dense bf16 peak in TFLOP/s; None where the vendor does not say."""
     memory_gb: int
     """Vendor's gigabytes of HBM."""
-    memory_tbps: float
-    """HBM bandwidth in TB/s."""
-    scaleup_gbps: int
-    """NVLink or xGMI bandwidth in GB/s, one direction, per GPU."""
     scaleup_domain: int
     """GPUs joined by NVLink or xGMI."""
     nic_gbit: int
@@ -37,20 +33,20 @@ class Accelerator(NamedTuple):
 
 
 GPUS: Final[dict[str, Accelerator]] = {
-    "A100-40GB-SXM": Accelerator(312, 40, 1.555, 300, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-SXM": Accelerator(312, 80, 2.0, 300, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-PCIe": Accelerator(312, 80, 1.94, 300, 2, 200, 252.9, pcie=4, float8=False),
-    "A800-80GB-SXM": Accelerator(312, 80, 2.0, 200, 8, 200, None, pcie=4, float8=False),
-    "H100-80GB-SXM": Accelerator(989, 80, 3.35, 450, 8, 400, 794.5),
-    "H100-80GB-PCIe": Accelerator(756, 80, 2.0, 300, 2, 400, None),
-    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 2.4, 450, 8, 400, None),
-    "H200-141GB-SXM": Accelerator(989, 141, 4.8, 450, 8, 400, 794.5),
-    "B200": Accelerator(2250, 180, 8.0, 900, 8, 400, 1745.0),
-    "GB200": Accelerator(2500, 186, 8.0, 900, 72, 400, 1822.0),
-    "B300": Accelerator(2250, 288, 8.0, 900, 8, 800, 1769.0),
-    "GB300": Accelerator(2500, 288, 8.0, 900, 72, 800, None),
-    "MI250X": Accelerator(383, 128, 3.28, 350, 8, 200, None, pcie=4, float8=False),
-    "MI300X": Accelerator(1307, 192, 5.3, 448, 8, 400, 668.4),
+    "A100-40GB-SXM": Accelerator(312, 40, 8, 200, 271.2, pcie=4, float8=False),
+    "A100-80GB-SXM": Accelerator(312, 80, 8, 200, 271.2, pcie=4, float8=False),
+    "A100-80GB-PCIe": Accelerator(312, 80, 2, 200, 252.9, pcie=4, float8=False),
+    "A800-80GB-SXM": Accelerator(312, 80, 8, 200, None, pcie=4, float8=False),
+    "H100-80GB-SXM": Accelerator(989, 80, 8, 400, 794.5),
+    "H100-80GB-PCIe": Accelerator(756, 80, 2, 400, None),
+    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 8, 400, None),
+    "H200-141GB-SXM": Accelerator(989, 141, 8, 400, 794.5),
+    "B200": Accelerator(2250, 180, 8, 400, 1745.0),
+    "GB200": Accelerator(2500, 186, 72, 400, 1822.0),
+    "B300": Accelerator(2250, 288, 8, 800, 1769.0),
+    "GB300": Accelerator(2500, 288, 72, 800, None),
+    "MI250X": Accelerator(383, 128, 8, 200, None, pcie=4, float8=False),
+    "MI300X": Accelerator(1307, 192, 8, 400, 668.4),
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
 
@@ -62,27 +58,24 @@ MAX_PER_NODE: Final[dict[str, int]] = {
     "MI300X": 8,
 }
 """Devices of the largest machine: HGX boards of 8, of A100 two; a tray of an NVL72 rack; platforms
-of 8 OAM modules. Of cards there is no such limit."""
+of 8 OAM modules. Cards have no such limit."""
 
 CPU: Final = "cpu"
 """The emulated cluster: workers on processors, over gloo."""
 
 
 def tight_domain(gpu: str, gpus_per_node: int) -> int:
-    """Return how many consecutive ranks share one node or one NVLink domain.
-
-    Only rack-scale domains (more than the 8 GPUs of a box) reach beyond a node.
-    """
+    """Return how many consecutive ranks share one node, or one NVLink domain of a whole rack."""
     domain = GPUS[gpu].scaleup_domain if gpu in GPUS else 1
     rack = domain > 8 and domain % gpus_per_node == 0
     return max(domain, gpus_per_node) if rack else gpus_per_node
 
 
 def device_memory_gib(gpu: str) -> float | None:
-    """Return the memory of one device in GiB; None of a GPU that is not known, and of processors.
+    """Return the memory of one device in GiB; None for processors and unknown GPUs.
 
-    What vendors print as GB is GiB less a percent: nvidia-smi shows 81,559 MiB on an H100 of 80 GB
-    and 143,771 MiB on an H200 of 141 GB.
+    Vendors' GB are GiB less a percent: nvidia-smi shows 81,559 MiB on an H100 of 80 GB and 143,771
+    MiB on an H200 of 141 GB.
     """
     if gpu not in GPUS:
         return None

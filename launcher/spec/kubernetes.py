@@ -18,33 +18,24 @@ from launcher.spec.values import (
     DNS_LABEL,
     DNS_SUBDOMAIN,
     Count,
+    Many,
     Seconds,
     SpecSection,
     Text,
+    form,
     is_label_key,
     refuse,
+    whole_as_text,
 )
 
-_DNS_LABEL = re.compile(DNS_LABEL)
-_DNS_SUBDOMAIN = re.compile(DNS_SUBDOMAIN)
-_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_NAMED = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _QUANTITY = re.compile(r"([0-9]{1,15})(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 _CPUS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,3}|m)?")
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 _OURS: Final = ("holdfast.dev/", "app.kubernetes.io/managed-by", "kueue.x-k8s.io/queue-name")
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} | {
     unit: 1024**power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)
 }
 MAX_INT32: Final = 2**31 - 1
-
-
-def _form(pattern: re.Pattern[str], longest: int, expected: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not pattern.fullmatch(value) or len(value) > longest:
-            raise refuse("HF015", f"expected {expected}, found {describe(value)}")
-        return value
-
-    return AfterValidator(check)
 
 
 def _key(value: str) -> str:
@@ -55,22 +46,11 @@ def _key(value: str) -> str:
     return value
 
 
-def _extended(value: str) -> str:
-    if "/" not in value:
-        raise refuse("HF015", f"expected DOMAIN/NAME as nvidia.com/gpu, found {describe(value)}")
-    return value
-
-
 def _own_key(value: str) -> str:
     ours = next((each for each in _OURS if value.startswith(each)), None)
     if ours:
         raise refuse("HF015", f"{value} is set by holdfast; leave it out")
     return value
-
-
-def _number(value: Any) -> Any:
-    """Take a bare number for the text it is written as; true and false are left alone."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def quantity_bytes(text: str) -> int:
@@ -87,7 +67,7 @@ def cpu_count(text: str) -> Decimal:
 
 
 def _decimal(value: Any) -> Any:
-    return str(value) if isinstance(value, float) else _number(value)
+    return str(value) if isinstance(value, float) else whole_as_text(value)
 
 
 def _cpus(value: str) -> str:
@@ -121,23 +101,24 @@ def _host_path(value: str) -> str:
 _TEXT_OR_NUMBER = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]})
 
 ObjectName = Annotated[
-    Text, _form(_DNS_SUBDOMAIN, 253, "a name of lower-case letters, digits, - and .")
+    Text, form(DNS_SUBDOMAIN, "a name of lower-case letters, digits, - and .", 253)
 ]
 ShortName = Annotated[
-    Text, _form(_DNS_LABEL, 63, "a name of at most 63 lower-case letters, digits and inner -")
+    Text, form(DNS_LABEL, "a name of at most 63 lower-case letters, digits and inner -", 63)
 ]
 LabelKey = Annotated[Text, AfterValidator(_key)]
-ResourceName = Annotated[LabelKey, AfterValidator(_extended)]
+ResourceName = Annotated[LabelKey, form(".*/.*", "DOMAIN/NAME as nvidia.com/gpu")]
 OwnKey = Annotated[LabelKey, AfterValidator(_own_key)]
-_Value = Annotated[
+LabelValue = Annotated[
     str,
-    _form(_VALUE, 63, "a label's value: at most 63 letters, digits, -, _ and ."),
+    form(rf"({_NAMED})?", "a label's value: at most 63 letters, digits, -, _ and .", 63),
+    BeforeValidator(whole_as_text),
+    _TEXT_OR_NUMBER,
 ]
-LabelValue = Annotated[_Value, BeforeValidator(_number), _TEXT_OR_NUMBER]
-HostName = Annotated[
-    Text, _form(re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"), 63, "a node's host name")
+HostName = Annotated[Text, form(_NAMED, "a node's host name", 63)]
+Quantity = Annotated[
+    Text, BeforeValidator(whole_as_text), AfterValidator(_quantity), _TEXT_OR_NUMBER
 ]
-Quantity = Annotated[Text, BeforeValidator(_number), AfterValidator(_quantity), _TEXT_OR_NUMBER]
 Cpus = Annotated[
     Text,
     BeforeValidator(_decimal),
@@ -145,7 +126,9 @@ Cpus = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]}),
 ]
 MountPath = Annotated[Text, AfterValidator(_absolute)]
-ImageName = Annotated[Text, _form(_IMAGE, 1024, "an image as registry.local/holdfast:1.0")]
+ImageName = Annotated[
+    Text, form("[A-Za-z0-9][A-Za-z0-9._/:@-]*", "an image as registry.local/holdfast:1.0", 1024)
+]
 Id = Annotated[int, Field(ge=0, le=MAX_INT32)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
@@ -219,7 +202,7 @@ class Security(SpecSection):
         "images (nvcr.io/nvidia/pytorch), or a name.",
     )
     run_as_group: Id | None = Field(None, description="Numeric group id.")
-    supplemental_groups: Annotated[tuple[Id, ...], Field(strict=False)] = Field(
+    supplemental_groups: Many[Id] = Field(
         (), description="Further numeric group ids, as of the shared storage."
     )
     fs_group: Id | None = Field(None, description="Group that volumes are given to.")
@@ -248,7 +231,6 @@ class Security(SpecSection):
 
 
 PodPatch = Annotated[dict[str, Any], BeforeValidator(check_patch)]
-_Names = Annotated[tuple[ObjectName, ...], Field(strict=False)]
 
 
 class Kubernetes(SpecSection):
@@ -260,7 +242,7 @@ class Kubernetes(SpecSection):
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = Field(
         None, description="When nodes fetch the image; null: Always for :latest, else when missing."
     )
-    image_pull_secrets: _Names = Field((), description="Secrets of the image's registry.")
+    image_pull_secrets: Many[ObjectName] = Field((), description="Secrets of the image's registry.")
     python: Text | None = Field(
         None, description="Interpreter in the image; null: env.venv's, or python3."
     )
@@ -282,12 +264,10 @@ class Kubernetes(SpecSection):
     node_selector: dict[LabelKey, LabelValue] = Field(
         default_factory=dict, description="Labels that nodes must have."
     )
-    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = Field(
+    tolerations: Many[Toleration] = Field(
         (), description="Taints that pods tolerate; that of gpu_resource is always there."
     )
-    exclude: Annotated[tuple[HostName, ...], Field(strict=False)] = Field(
-        (), description="Nodes not to use, by kubernetes.io/hostname."
-    )
+    exclude: Many[HostName] = Field((), description="Nodes not to use, by kubernetes.io/hostname.")
     cpus: Cpus | None = Field(None, description="CPUs of a pod: request and limit, 8 or 250m.")
     memory: Quantity | None = Field(None, description="Memory of a pod: request and limit, 1800Gi.")
     shm: Quantity | None = Field(
@@ -301,7 +281,7 @@ class Kubernetes(SpecSection):
     fabric: Literal["none", "infiniband", "efa", "roce"] = Field(
         "none", description="Sets NCCL for a network: infiniband, efa, roce; none: NCCL decides."
     )
-    fabric_devices: Annotated[Text, _form(re.compile(r"[=^\w:,.-]+"), 4096, "mlx5")] | None = Field(
+    fabric_devices: Annotated[Text, form(r"[=^\w:,.-]+", "mlx5")] | None = Field(
         None, description="NCCL_IB_HCA: adapters to use, as mlx5 or =mlx5_0,mlx5_1."
     )
     claim: ObjectName | None = Field(
@@ -311,7 +291,7 @@ class Kubernetes(SpecSection):
     volumes: dict[ShortName, Volume] = Field(
         default_factory=dict, description="Further volumes: name -> where from and where to."
     )
-    image_paths: Annotated[tuple[MountPath, ...], Field(strict=False)] = Field(
+    image_paths: Many[MountPath] = Field(
         (), description="Folders that the image brings; the job's other paths must be on volumes."
     )
     board: Literal["file", "kubernetes"] = Field(

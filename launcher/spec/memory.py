@@ -1,7 +1,7 @@
 """GPU memory of one rank, itemised: formulas, and what they depend on. Pure.
 
-docs/memory.md explains the items to users, has the table beside what torch's MemTracker counts, and
-says of every constant where it is from and which were chosen with measured runs in view.
+docs/memory.md explains the items, compares them with what torch's MemTracker counts, and says where
+every constant is from and which were chosen with measured runs in view.
 
 Sources of the formulas:
 - state and activations of a layer: Korthikanti et al., arXiv 2205.05198, equations 1 to 4, written
@@ -168,14 +168,9 @@ def rank_bytes(
     pp_rank: int = 0,
     stack: StackTraits = HOLDFAST,
 ) -> RankBytes:
-    """Return what the ranks at `pp_rank` of the pipeline need; all of them need alike.
+    """Return what each rank at `pp_rank` of the pipeline needs.
 
-    Args:
-        work: the model and its batch.
-        layout: legal for them.
-        micro_batches: per step and dp rank.
-        pp_rank: position in the pipeline.
-        stack: the software.
+    `layout` is legal for the work, `micro_batches` are those per step and dp rank.
     """
     rank = _Rank(work, layout, micro_batches, pp_rank, stack)
     fullest = max(rank.moments(), key=sum)
@@ -288,9 +283,9 @@ class _Rank:
         yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 
     def backwards(self, summed: float) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Yield of the fullest backwards the micro-batches in flight, and the gradients held.
+        """Yield micro-batches in flight and bytes of gradients held, of the fullest backwards.
 
-        The first one has none to add to. It may be the only one that has so many in flight.
+        The first backward has no gradients to add to, and may alone have so many in flight.
         """
         all_flying = sum(self.in_flight) == self.micro_batches * len(self.in_flight)
         if not (self.fsdp and all_flying):
@@ -307,7 +302,7 @@ class _Rank:
         Args:
             in_flight: micro-batches kept by each stage, this one too.
             held: bytes of gradients that it adds to.
-            summed: of those of all micro-batches.
+            summed: bytes of the gradients of all micro-batches.
         """
         kept = self.kept(self.work.recompute)
         activations = sum(n * m for n, m in zip(self.layers, in_flight, strict=True)) * kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from launcher.spec.env import variable_name
+from launcher.spec.sections import variable_name
 from launcher.spec.source import describe
 from launcher.spec.values import refuse
 
@@ -70,13 +70,7 @@ _MOST_DEPTH: Final = 20
 
 
 def patched(pod: Object, patch: Object, *, container: str) -> Object:
-    """Return the spec of a pod with a patch merged into it.
-
-    Args:
-        pod: the spec, which is left as it is.
-        patch: one that `check_patch` has passed.
-        container: the agent's, in `pod`.
-    """
+    """Return a pod's spec with a checked patch merged; `container` is the agent's name in it."""
     if "containers" in patch:
         rows = [
             {**row, "name": container} if row["name"] in AGENT_NAMES else row
@@ -153,7 +147,8 @@ def _check_field(name: Any, value: Any, where: str) -> None:
     is_mapping = name in _MAPPINGS or here.endswith(_NODES)
     if is_mapping and not isinstance(value, dict | None):
         raise refuse("HF015", f"{here}: expected a mapping, found {describe(value)}")
-    if name == "values" and not _are_texts(value):
+    are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if name == "values" and not are_texts:
         raise refuse("HF015", f"{here}: expected a list of texts, found {describe(value)}")
     keys = _ROWS.get(name)
     if keys is not None and not _are_rows(value, keys):
@@ -172,10 +167,6 @@ def _are_rows(value: Any, keys: tuple[str, ...]) -> bool:
     )
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 def agent_rows(patch: Object) -> list[Object]:
     """Return what a checked patch says of the agent's container."""
     return [row for row in patch.get("containers", ()) if row["name"] in AGENT_NAMES]
@@ -184,12 +175,12 @@ def agent_rows(patch: Object) -> list[Object]:
 def own_fields(
     patch: Object, *, resources: dict[str, str], mounts: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (field, what to do instead) of those that a checked patch may not change.
+    """Yield (field, what to do instead) of fields that a checked patch may not change.
 
     Args:
         patch: the patch.
-        resources: those of the agent's container that have a key -> that key.
-        mounts: where our own volumes are mounted.
+        resources: resource of the agent's container -> its key of the job file.
+        mounts: where our volumes are mounted.
     """
     yield from ((name, why) for name, why in _OF_POD.items() if name in patch)
     for row in patch.get("volumes", ()):
@@ -198,12 +189,13 @@ def own_fields(
     for row in agent_rows(patch):
         here = f"containers.{row['name']}"
         yield from ((f"{here}.{name}", why) for name, why in _OF_AGENT.items() if name in row)
+        needed = "it has the CPUs, the memory and the GPUs"
         if row.get("resources", {}) is None:
-            yield f"{here}.resources", "it has the CPUs, the memory and the GPUs"
+            yield f"{here}.resources", needed
         for kind in ("requests", "limits"):
             asked = (row.get("resources") or {}).get(kind, {})
             if asked is None:
-                yield f"{here}.resources.{kind}", "it has the CPUs, the memory and the GPUs"
+                yield f"{here}.resources.{kind}", needed
                 continue
             for name in asked.keys() & resources.keys():
                 yield f"{here}.resources.{kind}.{name}", f"use {resources[name]}"

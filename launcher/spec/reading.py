@@ -1,16 +1,18 @@
 """YAML text -> JobSpec; every problem in one go, with file, line and how to fix it.
 
-`parse_spec` is pure. `load_spec` is the one place that reads files: the
-job file, and the config.json that `model` may name.
+`parse_spec` is pure. `load_spec` alone reads files: the job file, and the config.json that `model`
+may name.
 """
 
 from __future__ import annotations
 
 import codecs
 import copy
+import difflib
 import errno
 import json
 import os
+import re
 import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from elastic_trainer.plan.command import UNKNOWN_STEPS, names_in, preset
+from elastic_trainer.plan.command import names_in, preset
 from elastic_trainer.plan.models import (
     FAMILIES,
     PRESETS,
@@ -33,10 +37,10 @@ from elastic_trainer.plan.models import (
 from elastic_trainer.storage.files import open_regular, read_regular
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
-from launcher.spec.problems import MODEL_TAGS, problems_of
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
-from launcher.spec.source import MAX_BYTES, SpecSource, read_source
-from launcher.spec.spec import OPTIONAL, JobSpec, all_sections, keys_of
+from launcher.spec.source import MAX_BYTES, SpecSource, describe, dotted, read_source
+from launcher.spec.source import Path as KeyPath
+from launcher.spec.spec import FOR_COMMANDS, MODEL_TAGS, OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.spec.values import as_text
 
 if TYPE_CHECKING:
@@ -46,30 +50,49 @@ MAX_MODEL_BYTES: Final = 16 << 20
 """Of a model's config.json, which is a page of text."""
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
+Sections = Mapping[str, Mapping[str, FieldInfo]]
+"""Dotted path of a section -> key -> field."""
 
-_DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
-FOR_COMMANDS: Final[dict[str, Any]] = {
-    "model": {
-        "num_layers": 10_000,
-        "dim": 2 * _DIVISIBLE,
-        "num_heads": _DIVISIBLE,
-        "ffn_dim": _DIVISIBLE,
-        "vocab_size": _DIVISIBLE,
-    },
-    "train": {"seq_len": 2 * _DIVISIBLE, "global_batch": _DIVISIBLE, "steps": UNKNOWN_STEPS},
-    "data": {"path": "."},
-}
-"""What a command may leave out, since only it knows: values that allow any layout."""
 _PLACEHOLDERS: Final[dict[str, Any]] = {
     "name": "job",
     "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
     **FOR_COMMANDS,
 }
 """In place of what is missing or wrong, so that the rest can be checked in the same go."""
+_EXPECTED: Final[dict[str, str]] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "model_type": "a section (a mapping of keys)",
+    "model_attributes_type": "a section (a mapping of keys)",
+    "dict_type": "a section (a mapping of keys)",
+    "tuple_type": "a list as [a, b]",
+    "list_type": "a list as [a, b]",
+}
+_BOUNDS: Final[dict[str, tuple[str, str]]] = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+_MAX_ITEMS: Final = 50
+"""Of a list that a message writes out."""
+_NUMBER: Final = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,9})?([eE][-+]?[0-9]{1,2})?")
+_TOO_BIG: Final = ("int_parsing_size", "string_too_long")
+_REMOVED: Final[dict[str, str]] = {
+    "env.conda": "write the environment's folder as env.venv: /shared/envs/NAME, or activate it by "
+    "slurm.setup: ['source /shared/conda/etc/profile.d/conda.sh', 'conda activate NAME']; it needs "
+    "holdfast",
+    "env.stage": "environments are not copied to nodes; use an image (env.image), or let env.venv "
+    "name a squashfs mount or a copy that the nodes have already (docs/submitted.md)",
+}
+"""Key that job files had once, or that is looked for -> what to use instead."""
 _MAX_TRIALS: Final = 100
-"""Offers that are tried, each on the whole job; real mistakes are a few, of a few offers each."""
+"""Offers that are tried, each on the whole job; real mistakes are few, with few offers each."""
 _MAX_VALUES: Final = 1_000
-"""Of a job whose offers are tried: beyond, it is no page of text, and each trial takes long."""
+"""Offers are tried for jobs up to this size: a trial of a larger one takes long."""
 
 
 def parse_spec(
@@ -85,8 +108,7 @@ def parse_spec(
         text: the YAML.
         file: name for messages.
         sets: overrides as `train.steps=50`, later ones winning.
-        read: reads the config.json that `model` may name; without it such a
-            model is refused.
+        read: reads the config.json that `model` may name; None refuses such a model.
 
     Raises:
         UserError: every problem found, in the order of the file.
@@ -100,7 +122,7 @@ def parse_spec(
     def check(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
         spec, problems = _validate(source)
         if spec is not None:
-            spec.remember(source, text, sets)
+            spec.remember(source=source, text=text, sets=tuple(sets))
             problems += _complete(spec, left_out | _keys(problems), read)
         return spec, problems
 
@@ -113,7 +135,7 @@ def parse_spec(
         found = _without([*errors, *warnings], [leak.secret for leak in secrets])
         raise UserError.many(found[: len(errors)], found[len(errors) :])
     assert spec is not None, "a spec without problems is valid"
-    spec.warn(warnings)
+    spec.remember(warnings=tuple(warnings))
     return spec
 
 
@@ -124,10 +146,10 @@ def _keys(problems: Sequence[Problem]) -> set[str]:
 def _tried(
     problems: list[Problem], check: Callable[[Offer], list[Problem]], trials: int
 ) -> list[Problem]:
-    """Return the problems with those of their offers that help, of the first `trials` of all.
+    """Return the problems with those of their offers that help; `trials` offers are tried.
 
-    An offer helps if with it in place the job has the problem no more, and no error that it did
-    not have before. Where it then lacks memory alone, what is offered against that goes with it.
+    An offer helps if it takes the problem from the job and brings no new error. Where the job then
+    lacks memory alone, what is offered against that goes with it.
     """
     before, out = _places(problems), []
     for problem in problems:
@@ -187,7 +209,7 @@ def _no_secret(source: SpecSource, leak: Leak) -> Problem:
 
 
 def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
-    """Return `problems` without what was found to be secret, in whatever words they have it."""
+    """Return `problems` without what was found to be secret."""
     found = []
     telling = sorted({each for each in secrets if len(each) > 3}, key=len, reverse=True)
     for problem in problems:
@@ -204,7 +226,7 @@ def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Proble
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
     """Find the model's dimensions and check the rules that span several keys."""
     shape, problem = _shape_of(spec, read)
-    spec.complete(shape)
+    spec.remember(shape=shape)
     problem = problem or _plugin_problem(spec, read)
     found = [problem] if problem and "model" not in bad else []
     return [*found, *cross_check(spec, bad | _keys(found))]
@@ -223,8 +245,8 @@ def load_spec(
         job: path of a job file, its values as plain data, or a job that was read before.
         sets: overrides as `train.steps=50`, later ones winning.
         site: the cluster, whose defaults count where the job says nothing.
-        folder: what relative paths in it are relative to; None: the folder of the job file, or
-            the working directory where there is no file.
+        folder: base of relative paths in it; None: the folder of the job file, or the working
+            directory.
 
     Raises:
         UserError: HF001 or HF002 when it cannot be read, HF005 when it is no plain data; else as
@@ -250,7 +272,7 @@ def load_spec(
 
     defaults = [] if site is None else site.sets(read_source(text, file, before).data)
     spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
-    spec.lie_in(base_dir)
+    spec.remember(folder=base_dir)
     return spec
 
 
@@ -282,7 +304,7 @@ def _str(value: object) -> str:
 
 
 def _fill_values(source: SpecSource) -> list[Problem]:
-    """Fill the job's own values into its command; return problems with those it does not take."""
+    """Fill `values:` into the command; return problems with values that it does not take."""
     values, command = source.data.get("values"), source.data.get("command")
     if not isinstance(values, dict):
         return []
@@ -345,9 +367,10 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
     except ValidationError as error:
         known = {path: keys_of(model) for path, model in all_sections().items()}
         seen = _keys(reported)
-        found = problems_of(error, source, known)
+        details = error.errors(include_url=False)
+        found = [_problem(detail, source, known) for detail in details]
         problems = reported + [problem for problem in found if problem.where.key not in seen]
-        bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
+        bad = [tuple(detail["loc"]) for detail in details]
     data = copy.deepcopy(data)
     for path in bad:
         _drop(data, [part for part in path if part not in MODEL_TAGS])
@@ -385,8 +408,6 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     if model in PRESETS:
         return PRESETS[model], None
     if "/" not in model and not model.endswith(".json"):
-        import difflib
-
         near = difflib.get_close_matches(model.lower(), PRESETS, cutoff=0.4)
         message = f"{model} is no preset, no dimensions and no path of a config.json"
         offers = tuple({"model": name} for name in near or PRESETS)
@@ -436,3 +457,112 @@ def _plugin_problem(spec: JobSpec, read: ReadText | None) -> Problem | None:
 
 def _read_nothing(name: str) -> str:
     raise ConfigError("HF021", f"files such as {name} cannot be read here")
+
+
+# -- what pydantic found, in the users' words ------------------------------------------------
+
+
+def _problem(detail: ErrorDetails, source: SpecSource, sections: Sections) -> Problem:
+    path: KeyPath = tuple(detail["loc"])
+    if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
+        path = (path[0], *path[2:])
+    if path and path[-1] == "[key]":  # a wrong name in a mapping of names: it is its own place
+        path = path[:-1]
+    kind = detail["type"]
+    where = source.where(path)
+    if kind == "extra_forbidden":
+        return Problem("HF010", where, _unknown(path, sections))
+    if kind == "missing":
+        outer = source.where(path[:-1]) if len(path) > 1 else where
+        place = type(where)(outer.file, outer.line, where.key)
+        return Problem("HF011", place, _missing(path, sections))
+    code, message = _value_message(kind, detail)
+    return Problem(code, where, message, tuple(_instead(code, path, detail, source)))
+
+
+def _instead(code: str, path: KeyPath, detail: ErrorDetails, source: SpecSource) -> Iterator[Offer]:
+    """Yield what was most likely meant, or all choices; some may not be taken."""
+    value, kind, key = detail.get("input"), detail["type"], dotted(path)
+    if kind == "literal_error":  # the choices are in pydantic's own words only
+        for choice in re.findall(r"'([^']*)'", detail["ctx"]["expected"]):
+            yield {key: choice}
+    for choice in detail.get("ctx", {}).get("instead", ()):
+        yield {key: choice}
+    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        yield {key: int(value)}
+    if isinstance(value, str):
+        yield from _rewritten(code, kind, path, value, source)
+
+
+def _rewritten(
+    code: str, kind: str, path: KeyPath, value: str, source: SpecSource
+) -> Iterator[Offer]:
+    """Yield what a text may stand for: a number, a truth value, or a list."""
+    key = dotted(path)
+    number = value.replace("_", "").replace(",", "")
+    if kind in ("int_type", "float_type") and _NUMBER.fullmatch(number):
+        yield {key: int(number) if number.lstrip("-").isdigit() else float(number)}
+    if kind == "bool_type" and value.lower() in ("yes", "no", "on", "off"):
+        yield {key: value.lower() in ("yes", "on")}
+    parts = [part.strip() for part in value.split(",")]
+    if code == "HF015" and len(parts) > 1:
+        yield {key: ",".join(parts)}
+    if kind in ("tuple_type", "list_type"):
+        yield {key: parts}
+    whole = source.at(path[:-1]) if path and isinstance(path[-1], int) else ()
+    if len(parts) > 1 and 0 < len(whole) <= _MAX_ITEMS:
+        texts = [text for each in whole for text in str(each).split(",")]
+        yield {dotted(path[:-1]): [text.strip() for text in texts]}
+
+
+def _value_message(kind: str, detail: ErrorDetails) -> tuple[str, str]:  # noqa: PLR0911  a table of cases
+    value, context = detail.get("input"), detail.get("ctx", {})
+    found = describe(value)
+    if kind.startswith("HF"):
+        return kind, detail["msg"]
+    if kind in _EXPECTED:
+        hint = "" if kind != "bool_type" else "; YAML 1.2 knows only true and false"
+        return "HF012", f"expected {_EXPECTED[kind]}, found {found}{hint}"
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return "HF013", f"expected {words} {_number(context[key])}, found {found}"
+    if kind == "finite_number":
+        return "HF013", f"expected a finite number, found {found}"
+    if kind == "literal_error":
+        return "HF014", f"{found} is not one of its choices"
+    if kind in _TOO_BIG:
+        return "HF013", f"{found} is too long"
+    return "HF012", f"{detail['msg']}, found {found}"
+
+
+def _number(bound: Any) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def _missing(path: KeyPath, sections: Sections) -> str:
+    info = sections.get(".".join(str(part) for part in path[:-1]), {}).get(str(path[-1]))
+    meaning = f": {info.description}" if info and info.description else ""
+    return f"is missing{meaning}"
+
+
+def _unknown(path: KeyPath, sections: Sections) -> str:
+    """Return a message that names the nearest known key, here or in another section."""
+    *outer, last = [str(part) for part in path]
+    section = ".".join(outer)
+    if (removed := _REMOVED.get(f"{section}.{last}")) is not None:
+        return f"unknown key: {removed}"
+    known = list(sections.get(section, ()))
+    near = difflib.get_close_matches(last.lower(), known, n=1, cutoff=0.6)
+    elsewhere = [
+        f"{name}.{key}".lstrip(".")
+        for name, keys in sections.items()
+        for key in keys
+        if key == last and name != section
+    ]
+    if near:
+        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
+    if elsewhere:
+        return f"unknown key here; did you mean {elsewhere[0]}?"
+    if not known:
+        return "unknown key"
+    return f"unknown key; {section or 'a job file'} has {', '.join(known)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.hardware import GPUS, MAX_PER_NODE
-from launcher.spec.rules import BrokenRule, finding, instead
+from launcher.spec.rules import BrokenRule, finding
 
 if TYPE_CHECKING:
     from launcher.spec.kubernetes import Kubernetes
@@ -45,8 +45,7 @@ def request_findings(spec: JobSpec) -> Iterator[BrokenRule]:
     lr = spec.train.optimizer.lr
     if spec.command is None and lr > MAX_LR:
         message = f"AdamW moves every weight by about lr in a step: {lr:g} makes noise of them"
-        usable = instead("train.optimizer.lr", [3e-4])
-        yield finding("HF170", "train.optimizer.lr", message, offers=usable)
+        yield finding("HF170", "train.optimizer.lr", message, use=[3e-4])
     if spec.slurm_section is not None:
         yield from _slurm(spec)
     if spec.kubernetes_section is not None:
@@ -81,7 +80,7 @@ def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
             f"{counted(cluster.spares, 'node')} would wait beside {cluster.nodes:,} that train, "
             "and are paid for as well",
             "cluster.nodes",
-            offers=instead("cluster.spares", [math.ceil(cluster.nodes / 16)]),
+            use=[math.ceil(cluster.nodes / 16)],
         )
 
 
@@ -91,16 +90,13 @@ def _network(spec: JobSpec) -> Iterator[BrokenRule]:
     if spec.device != "cpu" and _num_machines(spec) > 1:  # emulated nodes share one machine
         own = "is the loopback of each node: none would reach another"
         if network.interface == "lo":
-            auto = instead("network.interface", ["auto"])
-            yield finding("HF128", "network.interface", f"lo {own}", "cluster", offers=auto)
+            yield finding("HF128", "network.interface", f"lo {own}", "cluster", use=["auto"])
         if "lo" in network.copy_interfaces:
             rest = [name for name in network.copy_interfaces if name != "lo"]
-            others = instead("network.copy_interfaces", [rest])
-            yield finding("HF128", "network.copy_interfaces", f"lo {own}", "cluster", offers=others)
+            yield finding("HF128", "network.copy_interfaces", f"lo {own}", "cluster", use=[rest])
         if network.cidr is not None and network.cidr.startswith(("127.", "::1")):
-            unset = instead("network.cidr", [None])
             message = f"{network.cidr} {own}"
-            yield finding("HF128", "network.cidr", message, "cluster", offers=unset)
+            yield finding("HF128", "network.cidr", message, "cluster", use=[None])
     if network.ports is not None:
         low, high = (int(port) for port in network.ports.split("-"))
         if high - low + 1 < AGENT_PORTS:
@@ -110,7 +106,7 @@ def _network(spec: JobSpec) -> Iterator[BrokenRule]:
                 "network.ports",
                 f"{counted(high - low + 1, 'port')} for the {AGENT_PORTS} listeners of a node: "
                 "agent, keeper of snapshots, an epoch's store",
-                offers=instead("network.ports", [f"{first}-{first + 99}"]),
+                use=[f"{first}-{first + 99}"],
             )
 
 
@@ -121,10 +117,7 @@ def _checkpoints(spec: JobSpec) -> Iterator[BrokenRule]:
             "with neither every_s nor every_steps nothing is on storage before the end: a job that "
             "loses all its nodes starts anew"
         )
-        usable = instead("checkpoint.every_s", [600])
-        yield finding(
-            "HF158", "checkpoint.every_s", message, "checkpoint.every_steps", offers=usable
-        )
+        yield finding("HF158", "checkpoint.every_s", message, "checkpoint.every_steps", use=[600])
     if saved.dir is None or spec.device == "cpu":
         return
     folder = PurePosixPath(saved.dir)
@@ -133,17 +126,15 @@ def _checkpoints(spec: JobSpec) -> Iterator[BrokenRule]:
     mounts = [spec.kubernetes.mount, *volumes] if spec.kubernetes_section is not None else []
     if here is None or any(folder.is_relative_to(mount) for mount in mounts):
         return
-    needs = ("cluster", "kubernetes")
-    unset = instead("checkpoint.dir", [None])
+    code = "HF178"
+    message = f"{here} is the node's own: lost with it, and where the job is started elsewhere"
     if _num_machines(spec) > 1:
+        code = "HF127"
         message = (
             f"{here} is each node's own: a checkpoint must be where all nodes can read it, as in "
             "the run directory"
         )
-        yield finding("HF127", "checkpoint.dir", message, *needs, offers=unset)
-    else:
-        message = f"{here} is the node's own: lost with it, and where the job is started elsewhere"
-        yield finding("HF178", "checkpoint.dir", message, *needs, offers=unset)
+    yield finding(code, "checkpoint.dir", message, "cluster", "kubernetes", use=[None])
 
 
 def _lists(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -153,13 +144,11 @@ def _lists(spec: JobSpec) -> Iterator[BrokenRule]:
         if any(_BLANK.search(pattern) for pattern in patterns):
             split = [part.strip() for text in patterns for part in text.split(",") if part.strip()]
             message = f"{', '.join(patterns)!r}: commas and blanks belong to a file's name here"
-            usable = instead(f"code.{key}", [split])
-            yield finding("HF171", f"code.{key}", message, offers=usable)
+            yield finding("HF171", f"code.{key}", message, use=[split])
     for name, value in spec.env.variables.items():
         if _WITH_LISTS.fullmatch(name) and _BLANK.search(value):
             key, message = f"env.variables.{name}", f"{value!r}: blanks become part of the names"
-            usable = instead(key, [_BLANK.sub(",", value)])
-            yield finding("HF171", key, message, offers=usable)
+            yield finding("HF171", key, message, use=[_BLANK.sub(",", value)])
 
 
 def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -177,8 +166,7 @@ def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
             f"{' and '.join(gets[key] for key in left_out)}, unless the partition says otherwise: "
             f"give {' and '.join(left_out)}, or take whole nodes"
         )
-        whole = instead("slurm.exclusive", [True])
-        yield finding("HF175", "slurm.exclusive", message, "slurm.cpus", "slurm.mem", offers=whole)
+        yield finding("HF175", "slurm.exclusive", message, "slurm.cpus", "slurm.mem", use=[True])
     if slurm.cpus is not None:
         ample = [*([None] if slurm.exclusive else []), 8 * cluster.gpus_per_node]
         yield from _few_cpus(spec, "slurm.cpus", slurm.cpus, ample)
@@ -190,17 +178,16 @@ def _gres(spec: JobSpec) -> Iterator[BrokenRule]:
     ours = models_in(cluster.gpu)
     if slurm.gpu_type is not None and ours and models_in(slurm.gpu_type) - ours:
         message = f"{slurm.gpu_type} is asked for, but cluster.gpu is {cluster.gpu}"
-        unset = instead("slurm.gpu_type", [None])
-        yield finding("HF168", "slurm.gpu_type", message, "cluster.gpu", offers=unset)
+        yield finding("HF168", "slurm.gpu_type", message, "cluster.gpu", use=[None])
     if slurm.gres is None or spec.device == "cpu":
         return
     items = [item.split(":") for item in slurm.gres.split(",")]
     gpus = [item for item in items if item[0] == "gpu"]
     if not gpus:
         if not slurm.exclusive:  # who has the whole node has its GPUs
-            whole = instead("slurm.gres", [f"{slurm.gres},gpu:{cluster.gpus_per_node}"])
             message = f"{slurm.gres} asks for no GPUs, and takes the place of --gpus-per-node"
-            yield finding("HF168", "slurm.gres", message, "slurm.exclusive", offers=whole)
+            whole = [f"{slurm.gres},gpu:{cluster.gpus_per_node}"]
+            yield finding("HF168", "slurm.gres", message, "slurm.exclusive", use=whole)
         return
     wrong_type = [item[1] for item in gpus if len(item) > 1 and ours and models_in(item[1]) - ours]
     count = sum(int(item[-1]) if item[-1].isdigit() else 1 for item in gpus)
@@ -217,10 +204,8 @@ def _gres(spec: JobSpec) -> Iterator[BrokenRule]:
         f"{asked} a node, but the cluster section says {cluster.gpus_per_node} {cluster.gpu}",
         "cluster.gpu",
         "cluster.gpus_per_node",
-        offers=[
-            {"slurm.gres": ",".join([f"{kind}:{cluster.gpus_per_node}", *others])},
-            *([] if wrong_type else [{"cluster.gpus_per_node": count}]),
-        ],
+        use=[",".join([f"{kind}:{cluster.gpus_per_node}", *others])],
+        offers=[] if wrong_type else [{"cluster.gpus_per_node": count}],
     )
 
 
@@ -248,7 +233,7 @@ def _few_cpus(
             f"{cpus:g} CPUs for {counted(gpus, 'worker')} and the agent: a GPU waits for its "
             "worker's CPU"
         )
-        yield finding("HF176", key, message, "cluster.gpus_per_node", offers=instead(key, usable))
+        yield finding("HF176", key, message, "cluster.gpus_per_node", use=usable)
 
 
 def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -289,8 +274,7 @@ def _gpu_resource(spec: JobSpec) -> Iterator[BrokenRule]:
         fits, other = other, fits
     if models and asked == other:
         message = f"{asked} is not what nodes with {spec.cluster.gpu} offer: pods would wait"
-        key = "kubernetes.gpu_resource"
-        yield finding("HF728", key, message, "cluster.gpu", offers=instead(key, [fits]))
+        yield finding("HF728", "kubernetes.gpu_resource", message, "cluster.gpu", use=[fits])
 
 
 def _rdma(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -300,11 +284,11 @@ def _rdma(spec: JobSpec) -> Iterator[BrokenRule]:
         yield from _no_fabric(spec, "kubernetes", wish)
         return
     efa = any("efa" in name.lower() for name in wish.rdma)
+    usable = ["efa"] if efa else ["infiniband", "roce"]
     if wish.fabric == "none":
         listed = ", ".join(wish.rdma)
         message = f"pods get {listed}, but without a fabric NCCL is not set up for it"
-        usable = instead(key, ["efa"] if efa else ["infiniband", "roce"])
-        yield finding("HF174", key, message, "kubernetes.rdma", offers=usable)
+        yield finding("HF174", key, message, "kubernetes.rdma", use=usable)
     elif not wish.rdma:
         message = (
             f"fabric: {wish.fabric}, but kubernetes.rdma asks for no adapters: unless the cluster "
@@ -314,5 +298,4 @@ def _rdma(spec: JobSpec) -> Iterator[BrokenRule]:
         yield finding("HF174", key, message, "kubernetes.rdma")
     elif efa != (wish.fabric == "efa"):
         message = f"{wish.fabric} does not run over {', '.join(wish.rdma)}"
-        usable = instead(key, ["efa"] if efa else ["infiniband", "roce"])
-        yield finding("HF016", key, message, "kubernetes.rdma", offers=usable)
+        yield finding("HF016", key, message, "kubernetes.rdma", use=usable)

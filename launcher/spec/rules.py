@@ -116,14 +116,26 @@ class BrokenRule:
     """
 
 
+_RANKS: Final = (
+    "layout.tp", "layout.cp", "layout.pp", "cluster.nodes", "cluster.gpus_per_node"
+)  # fmt: skip
+"""Keys that dp follows from."""
 Rule = Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]]
 
 
 def finding(
-    code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] | None = None
+    code: str,
+    key: str,
+    message: str,
+    *needs: str,
+    use: Iterable[Any] | None = None,
+    offers: Iterable[Offer] | None = None,
 ) -> BrokenRule:
-    """Return a finding at `key`, which was computed from the keys `needs` too."""
-    found = None if offers is None else tuple(offers)
+    """Return a finding at `key`, which was computed from the keys `needs` too.
+
+    `use` are values to offer for `key` itself, before `offers`.
+    """
+    found = None if use is None and offers is None else (*instead(key, use or ()), *(offers or ()))
     return BrokenRule(code, key, message, frozenset({key, *needs}), found)
 
 
@@ -221,7 +233,7 @@ def crosses_nodes(facts: JobFacts, layout: ParallelLayout) -> bool:
 
 
 def _halves(cp: int) -> int:
-    """Return in how many zigzag halves the sequence is split."""
+    """Return into how many zigzag halves the sequence is split."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -289,10 +301,8 @@ def batch_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRul
             "train.global_batch",
             f"{batch} sequences are not a whole number of micro-batches of {micro}",
             "train.micro_batch",
-            offers=[
-                *instead("train.global_batch", dict.fromkeys(each for each in whole if each)),
-                *instead("train.micro_batch", smaller),
-            ],
+            use=dict.fromkeys(each for each in whole if each),
+            offers=instead("train.micro_batch", smaller),
         )
     elif batch // micro < layout.dp:
         yield finding(
@@ -310,10 +320,8 @@ def _feeding(facts: JobFacts, layout: ParallelLayout) -> list[Offer]:
     """Return batches of which every dp rank has a micro-batch for each stage."""
     batch, fed = facts.global_batch, layout.dp * layout.pp
     smaller = [d for d in divisors(batch) if d < facts.micro_batch and batch // d >= fed]
-    return [
-        {"train.global_batch": fed * facts.micro_batch},
-        *instead("train.micro_batch", smaller[:MOST_OFFERS]),
-    ]
+    whole = {"train.global_batch": fed * facts.micro_batch}
+    return [whole, *instead("train.micro_batch", smaller[:MOST_OFFERS])]
 
 
 def pipeline_is_fed(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
@@ -321,10 +329,10 @@ def pipeline_is_fed(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenR
     if layout.pp == 1 or facts.global_batch % facts.micro_batch:
         return
     pp, dp, micro = layout.pp, layout.dp, facts.micro_batch
-    rounds = micro_batches_per_rank(facts.num_micro_batches, dp)
-    needs = ("train.micro_batch", "layout.dp", "layout.pp")
     if facts.num_micro_batches < dp:
         return  # HF113 says it
+    rounds = micro_batches_per_rank(facts.num_micro_batches, dp)
+    needs = ("train.micro_batch", "layout.dp", "layout.pp")
     if rounds < pp:
         yield finding(
             "HF110",
@@ -346,7 +354,7 @@ def pipeline_is_fed(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenR
             f"not {rounds}",
             *needs,
             "layout.schedule",
-            offers=instead("train.global_batch", [below * dp * micro, above * dp * micro]),
+            use=[below * dp * micro, above * dp * micro],
         )
 
 
@@ -432,23 +440,18 @@ def _that_fit(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
         for copies in divisors(layout.dp)
         if copies < layout.dp_replicate and layout.dp // copies % layout.ep == 0
     )
-    yield from islice(
-        ({"layout.dp_replicate": each.dp_replicate} for each in fewer if facts.fits(each)), 1
-    )
+    fitting = ({"layout.dp_replicate": each.dp_replicate} for each in fewer if facts.fits(each))
+    yield from islice(fitting, 1)
     levels = ("none", "selective", "full")
     more = levels[levels.index(facts.recompute) + 1 :]
     recomputing = [
         (facts, {}),
         *((replace(facts, recompute=r), {"train.recompute": r}) for r in more),
     ]
-    for changed, offer in recomputing[1:]:
-        if changed.fits(layout):
-            yield offer
-            break
-    smaller = (d for d in divisors(facts.micro_batch) if d < facts.micro_batch)
+    yield from islice((offer for changed, offer in recomputing[1:] if changed.fits(layout)), 1)
+    smaller = (replace(facts, micro_batch=d) for d in divisors(facts.micro_batch)[1:])
     yield from islice(
-        ({"train.micro_batch": d} for d in smaller if replace(facts, micro_batch=d).fits(layout)),
-        1,
+        ({"train.micro_batch": each.micro_batch} for each in smaller if each.fits(layout)), 1
     )
     for changed, offer in recomputing:
         larger = list(islice(_larger(changed, layout), 2))
@@ -513,11 +516,7 @@ def world_finding(facts: JobFacts, layout: ParallelLayout) -> BrokenRule | None:
         "layout.dp",
         f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
         f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}",
-        "layout.tp",
-        "layout.cp",
-        "layout.pp",
-        "cluster.nodes",
-        "cluster.gpus_per_node",
+        *_RANKS,
         offers=offers,
     )
 
@@ -532,11 +531,7 @@ def auto_finding(facts: JobFacts, tp: int, cp: int, pp: int) -> BrokenRule | Non
         "layout.dp",
         f"auto has no solution: one replica of tp {tp} x cp {cp} x pp {pp} = {replica:,} ranks "
         f"does not divide the {counted(facts.num_gpus, 'GPU')} of {counted(facts.nodes, 'node')}",
-        "layout.tp",
-        "layout.cp",
-        "layout.pp",
-        "cluster.nodes",
-        "cluster.gpus_per_node",
+        *_RANKS,
         offers=instead("cluster.nodes", nearest_nodes(facts, replica)),
     )
 
@@ -551,45 +546,20 @@ def nearest_nodes(facts: JobFacts, replica: int) -> list[int]:
 def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[BrokenRule]:
     """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
     experts, ranks = shape.num_experts, dp // dp_replicate
-    both = divisors(math.gcd(experts, ranks))
-    offers = instead("layout.ep", [d for d in both if d <= ep][:MOST_OFFERS])
+    usable = [d for d in divisors(math.gcd(experts, ranks)) if d <= ep][:MOST_OFFERS]
     if experts % ep:
-        what = f"{counted(experts, 'expert')} of a layer"
-        yield finding(
-            "HF121", "layout.ep", f"{ep} does not divide the {what}", "model", offers=offers
-        )
+        message = f"{ep} does not divide the {counted(experts, 'expert')} of a layer"
+        yield finding("HF121", "layout.ep", message, "model", use=usable)
     elif dp % dp_replicate == 0 and ranks % ep:
         what = f"dp {dp}" if dp_replicate == 1 else f"dp/dp_replicate {dp} / {dp_replicate}"
-        yield finding(
-            "HF124",
-            "layout.ep",
-            f"{ep} does not divide {what}",
-            "layout.dp",
-            "layout.dp_replicate",
-            "layout.tp",
-            "layout.cp",
-            "layout.pp",
-            "cluster.nodes",
-            "cluster.gpus_per_node",
-            offers=offers,
-        )
+        needs = ("layout.dp", "layout.dp_replicate", *_RANKS)
+        yield finding("HF124", "layout.ep", f"{ep} does not divide {what}", *needs, use=usable)
 
 
 def replicate_finding(dp: int, dp_replicate: int) -> BrokenRule | None:
     """Return a finding unless `dp_replicate` divides dp."""
     if dp % dp_replicate == 0:
         return None
-    return finding(
-        "HF114",
-        "layout.dp_replicate",
-        f"{dp_replicate} does not divide dp {dp}",
-        "layout.dp",
-        "layout.tp",
-        "layout.cp",
-        "layout.pp",
-        "cluster.nodes",
-        "cluster.gpus_per_node",
-        offers=instead(
-            "layout.dp_replicate", [d for d in divisors(dp) if d <= dp_replicate][:MOST_OFFERS]
-        ),
-    )
+    usable = [d for d in divisors(dp) if d <= dp_replicate][:MOST_OFFERS]
+    message = f"{dp_replicate} does not divide dp {dp}"
+    return finding("HF114", "layout.dp_replicate", message, "layout.dp", *_RANKS, use=usable)

@@ -1,7 +1,7 @@
 """What looks like a secret in a text, and the text without it. Pure.
 
-Job files, scripts and messages are kept and shown, so a job file that holds a secret is refused
-(HF163), and no message repeats one. A secret is known by its form, or by the name it is given to.
+Job files, scripts and messages are kept and shown: a job file with a secret is refused (HF163), and
+no message repeats one. A secret is known by its form, or by the name it is given to.
 """
 
 from __future__ import annotations
@@ -10,96 +10,50 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 MASK: Final = "***"
 """What is shown in place of a secret."""
 
 
-class Form(NamedTuple):
-    """Texts that are secrets wherever they stand."""
-
-    what: str
-    pattern: str
-    """Matches the secret; with a group of that name, only the group is it."""
-    source: str
-    """Who says that they look so."""
-
-
-FORMS: Final = (
-    Form(
-        "a Hugging Face token",
-        r"\b(hf|api_org)_[A-Za-z0-9]{24,}",
-        "huggingface.co/docs/hub/security-tokens",
+_FORMS: Final = {
+    # huggingface.co/docs/hub/security-tokens
+    "a Hugging Face token": r"\b(hf|api_org)_[A-Za-z0-9]{24,}",
+    # github.blog/2021-04-05-behind-githubs-new-authentication-token-formats
+    "a GitHub token": r"\b(gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
+    # docs.gitlab.com/security/tokens/#token-prefixes
+    "a GitLab token": r"\bgl(pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat)-[\w-]{18,}",
+    # docs.slack.dev/authentication/tokens
+    "a Slack token": (
+        r"\b(xox[a-z]|xapp)-[\w-]{16,}|hooks\.slack\.com/services/(?P<secret>[\w/]{20,})"
     ),
-    Form(
-        "a GitHub token",
-        r"\b(gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
-        "github.blog/2021-04-05-behind-githubs-new-authentication-token-formats",
-    ),
-    Form(
-        "a GitLab token",
-        r"\bgl(pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat)-[\w-]{18,}",
-        "docs.gitlab.com/security/tokens/#token-prefixes",
-    ),
-    Form(
-        "a Slack token",
-        r"\b(xox[a-z]|xapp)-[\w-]{16,}|hooks\.slack\.com/services/(?P<secret>[\w/]{20,})",
-        "docs.slack.dev/authentication/tokens",
-    ),
-    Form(
-        "an AWS access key",
-        r"\b(AKIA|ASIA)[0-9A-Z]{16}\b",
-        "docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html",
-    ),
-    Form(
-        "a Google API key",
-        r"\bAIza[0-9A-Za-z_-]{35}",
-        "cloud.google.com/docs/authentication/api-keys",
-    ),
-    Form(
-        "an npm token",
-        r"\bnpm_[A-Za-z0-9]{36}",
-        "github.blog/2021-09-23-announcing-npms-new-access-token-format",
-    ),
-    Form(
-        "a PyPI token",
-        r"\bpypi-[A-Za-z0-9_-]{50,}",
-        "pypi.org/help/#apitoken",
-    ),
+    # docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
+    "an AWS access key": r"\b(AKIA|ASIA)[0-9A-Z]{16}\b",
+    # cloud.google.com/docs/authentication/api-keys
+    "a Google API key": r"\bAIza[0-9A-Za-z_-]{35}",
+    # github.blog/2021-09-23-announcing-npms-new-access-token-format
+    "an npm token": r"\bnpm_[A-Za-z0-9]{36}",
+    # pypi.org/help/#apitoken
+    "a PyPI token": r"\bpypi-[A-Za-z0-9_-]{50,}",
+    # platform.openai.com/docs/api-reference/authentication
     # The middle is bounded, so that the search stays linear; words with hyphens have no such run.
-    Form(
-        "an API key",
-        r"\bsk-([\w-]{0,40}[-_])?[A-Za-z0-9]{20,}[\w-]*",
-        "platform.openai.com/docs/api-reference/authentication",
+    "an API key": r"\bsk-([\w-]{0,40}[-_])?[A-Za-z0-9]{20,}[\w-]*",
+    # rfc-editor.org/rfc/rfc7519: base64url of '{"' is eyJ
+    "a JSON web token": r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}(\.[\w-]*)?",
+    # docs.wandb.ai/ref/cli/wandb-login
+    "a Weights & Biases key": (
+        r"\bwandb[ \t]+login\b[^\n;|&]{0,200}?[ \t](?P<secret>[0-9a-f]{40})\b"
     ),
-    Form(
-        "a JSON web token",
-        r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}(\.[\w-]*)?",
-        "rfc-editor.org/rfc/rfc7519: base64url of '{\"' is eyJ",
-    ),
-    Form(
-        "a Weights & Biases key",
-        r"\bwandb[ \t]+login\b[^\n;|&]{0,200}?[ \t](?P<secret>[0-9a-f]{40})\b",
-        "docs.wandb.ai/ref/cli/wandb-login",
-    ),
-    Form(
-        "a bearer token",
-        r"(?i)\b(bearer|basic)[ \t]+(?P<secret>[A-Za-z0-9._~+/-]{16,}=*)",
-        "rfc-editor.org/rfc/rfc6750",
-    ),
-    Form(
-        "a private key",
-        r"-----BEGIN [A-Z ]*PRIVATE KEY[^\n]*(\n[^\n]*)*",
-        "rfc-editor.org/rfc/rfc7468",
-    ),
-    Form(
-        "a URL with a password",
-        r"://[^\s/:@]*:(?P<secret>(?![${<*])[^\s/@]+)@",
-        "rfc-editor.org/rfc/rfc3986, 3.2.1",
-    ),
-)
-_FORMS: Final = tuple((form.what, re.compile(form.pattern)) for form in FORMS)
+    # rfc-editor.org/rfc/rfc6750
+    "a bearer token": r"(?i)\b(bearer|basic)[ \t]+(?P<secret>[A-Za-z0-9._~+/-]{16,}=*)",
+    # rfc-editor.org/rfc/rfc7468
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY[^\n]*(\n[^\n]*)*",
+    # rfc-editor.org/rfc/rfc3986, 3.2.1
+    "a URL with a password": r"://[^\s/:@]*:(?P<secret>(?![${<*])[^\s/@]+)@",
+}
+"""What is a secret wherever it stands -> what it looks like, by the source named; of a pattern with
+a group `secret` only that is it."""
+_COMPILED: Final = {what: re.compile(pattern) for what, pattern in _FORMS.items()}
 
 _CERTAIN: Final = re.compile(
     r"PASSWORD$|PASSWD$|PASSPHRASE$|API_?KEY$|^SSHPASS$|(^|_)(SECRET|CREDENTIALS?)$"
@@ -159,12 +113,9 @@ class Leak:
 
 
 def is_secret(name: str, value: str, *, is_variable: bool | None = None) -> bool:
-    """Return whether `value` is a secret, judged by the name it is given to.
+    """Whether `value` is a secret, judged by the name of the variable, key or flag it is given to.
 
-    Args:
-        name: of a variable, a key or a flag, without its hyphens.
-        value: what it is set to.
-        is_variable: whether the name is that of an environment variable; None: if in capitals.
+    `is_variable`: the name is that of an environment variable; None: it is if in capitals.
     """
     last = re.split(r"[./]", name.strip("-"))[-1]
     if is_variable is None:
@@ -184,7 +135,7 @@ def is_secret(name: str, value: str, *, is_variable: bool | None = None) -> bool
 
 def find_secrets(text: str) -> Iterator[tuple[str, int, int, str]]:
     """Yield (what it is, start, end, name it was given to) of the secrets in a text."""
-    for what, pattern in _FORMS:
+    for what, pattern in _COMPILED.items():
         for found in pattern.finditer(text):
             group = "secret" if found.groupdict().get("secret") is not None else 0
             yield what, *found.span(group), ""

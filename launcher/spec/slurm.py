@@ -8,12 +8,23 @@ there is no way to write a line break (src/sbatch/opt.c; `render/shell.py` write
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from launcher.spec.source import describe
-from launcher.spec.values import Count, Seconds, SpecSection, Text, refuse
+from launcher.spec.values import (
+    Count,
+    Many,
+    Seconds,
+    SpecSection,
+    Text,
+    form,
+    is_whole,
+    refuse,
+    whole_as_text,
+)
 
 _TIME: Final = (
     r"(?i)[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
@@ -52,26 +63,10 @@ SHORT: Final = {
 """Their short forms (the manual of sbatch)."""
 
 
-def _time(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**7:
-        return str(value)  # minutes
-    if isinstance(value, str) and re.fullmatch(_TIME, value):
-        return value
-    raise refuse("HF015", f"expected sbatch's days-hours:minutes:seconds, found {describe(value)}")
-
-
 def _not_a_separator(value: str) -> str:
     word = re.search("packjob|hetjob", value, re.IGNORECASE)
     if word:
         raise refuse("HF015", f"some versions of sbatch take {word[0]} for a separator; leave it")
-    return value
-
-
-def _word(value: str) -> str:
-    if not re.fullmatch(_WORD, value):
-        raise refuse(
-            "HF015", f"expected a name without spaces, quotes and the like, found {describe(value)}"
-        )
     return value
 
 
@@ -83,33 +78,16 @@ def _without_blanks(value: str) -> str:
     return value
 
 
-def _form(pattern: str, example: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise refuse("HF015", f"expected {example}, found {describe(value)}")
-        return value
+def _spelled(pattern: str, expected: str, as_text: Callable[[Any], Any]) -> BeforeValidator:
+    """Return what takes a value for the text that it is written as, and checks that; or none."""
 
-    return AfterValidator(check)
+    def check(value: Any) -> Any:
+        text = as_text(value)
+        if text is None or (isinstance(text, str) and re.fullmatch(pattern, text)):
+            return text
+        raise refuse("HF015", f"expected {expected}, found {describe(value)}")
 
-
-def _number(value: Any) -> Any:
-    """Take a bare number for the text it is written as."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _memory(value: Any) -> Any:
-    text = _number(value)
-    if text is None or (isinstance(text, str) and re.fullmatch(_MEMORY, text)):
-        return text
-    raise refuse("HF015", f"expected memory per node as 0, 512G or 2T, found {describe(value)}")
-
-
-def _version(value: Any) -> Any:
-    # 23.11 without quotes is a number, and 24.10 would lose its zero.
-    text = f"{value:.2f}" if isinstance(value, float) else value
-    if isinstance(text, str) and re.fullmatch(_VERSION, text):
-        return text
-    raise refuse("HF015", f"expected year.month as 23.11, found {describe(value)}")
+    return BeforeValidator(check)
 
 
 def array_indices(text: str) -> list[int]:
@@ -160,37 +138,47 @@ def _written(*kinds: str) -> WithJsonSchema:
 
 Time = Annotated[
     Text | None,
-    BeforeValidator(lambda value: None if value is None else _time(value)),
+    _spelled(
+        _TIME,
+        "sbatch's days-hours:minutes:seconds",
+        lambda value: str(value) if is_whole(value) and 0 < value < 10**7 else value,  # minutes
+    ),
     _written("string", "integer", "null"),
 ]
 Version = Annotated[
     Text | None,
-    BeforeValidator(lambda value: None if value is None else _version(value)),
+    _spelled(
+        _VERSION,
+        "year.month as 23.11",
+        # 23.11 without quotes is a number, and 24.10 would lose its zero.
+        lambda value: f"{value:.2f}" if isinstance(value, float) else value,
+    ),
     _written("string", "number", "null"),
 ]
 Memory = Annotated[
     Text | None,
-    BeforeValidator(_memory),
+    _spelled(_MEMORY, "memory per node as 0, 512G or 2T", whole_as_text),
     _written("string", "integer", "null"),
 ]
 Switches = Annotated[
-    Annotated[Text, _form(_SWITCHES, "count[@time] as 2@2:00:00")] | None,
-    BeforeValidator(_number),
+    Annotated[Text, form(_SWITCHES, "count[@time] as 2@2:00:00")] | None,
+    BeforeValidator(whole_as_text),
     _written("string", "integer", "null"),
 ]
 Array = Annotated[
     Annotated[Text, AfterValidator(_array)] | None,
-    BeforeValidator(_number),
+    BeforeValidator(whole_as_text),
     _written("string", "integer", "null"),
 ]
-Word = Annotated[Text, AfterValidator(_word), AfterValidator(_not_a_separator)]
+Word = Annotated[
+    Text,
+    form(_WORD, "a name without spaces, quotes and the like"),
+    AfterValidator(_not_a_separator),
+]
 Line = Annotated[Text, AfterValidator(_not_a_separator)]
 """Any one line that sbatch can be given."""
 Features = Annotated[Line, AfterValidator(_without_blanks)]
-Lines = Annotated[tuple[Line, ...], Field(strict=False)]
-Commands = Annotated[tuple[Text, ...], Field(strict=False)]
-Host = Annotated[Text, _form(_HOST, "a node name or list as node[07,19-21]")]
-Hosts = Annotated[tuple[Host, ...], Field(strict=False)]
+Host = Annotated[Text, form(_HOST, "a node name or list as node[07,19-21]")]
 
 
 class Slurm(SpecSection):
@@ -206,7 +194,7 @@ class Slurm(SpecSection):
         None, description="The cluster's Slurm, as '23.11'; needed for what older ones lack."
     )
     gpu_type: Word | None = Field(None, description="Asks for this type: --gpus-per-node=TYPE:8.")
-    gres: Annotated[Text, _form(_GRES, "gres as gpu:h100:8")] | None = Field(
+    gres: Annotated[Text, form(_GRES, "gres as gpu:h100:8")] | None = Field(
         None, description="--gres, as gpu:8, instead of --gpus-per-node."
     )
     cpus: Count | None = Field(None, description="--cpus-per-task: CPUs of a node; null: all.")
@@ -221,30 +209,28 @@ class Slurm(SpecSection):
     segment: Count | None = Field(
         None, description="--segment: nodes of one block (topology/block, Slurm 24.05)."
     )
-    exclude: Hosts = Field((), description="--exclude: nodes not to use.")
+    exclude: Many[Host] = Field((), description="--exclude: nodes not to use.")
     array: Array = Field(None, description="--array, as 0-3%2; each task is a run of its own.")
-    dependency: Annotated[Text, _form(_DEPENDENCY, "afterok:123 or the like")] | None = Field(
+    dependency: Annotated[Text, form(_DEPENDENCY, "afterok:123 or the like")] | None = Field(
         None, description="--dependency, as afterok:123."
     )
     comment: Line | None = Field(None, description="--comment")
     mail_user: Word | None = Field(None, description="--mail-user")
     mail_type: Word | None = Field(None, description="--mail-type, as END,FAIL.")
-    extra: Annotated[tuple[Annotated[Line, AfterValidator(_extra)], ...], Field(strict=False)] = (
-        Field((), description="Further options of sbatch, as --licenses=lustre:1.")
+    extra: Many[Annotated[Line, AfterValidator(_extra)]] = Field(
+        (), description="Further options of sbatch, as --licenses=lustre:1."
     )
     container: Literal["pyxis", "apptainer"] | None = Field(
         None, description="What runs env.image: pyxis or apptainer."
     )
-    container_mounts: Annotated[tuple[Text, ...], Field(strict=False)] = Field(
+    container_mounts: Many[Text] = Field(
         (), description="Further paths in the container, as /scratch or /a:/b:ro."
     )
     python: Text | None = Field(
         None, description="Interpreter of the batch script; null: env.venv's, or the launcher's."
     )
-    modules: Annotated[tuple[Word, ...], Field(strict=False)] = Field(
-        (), description="Environment modules to load."
-    )
-    setup: Commands = Field((), description="Shell commands before anything else, in order.")
+    modules: Many[Word] = Field((), description="Environment modules to load.")
+    setup: Many[Text] = Field((), description="Shell commands before anything else, in order.")
     fabric: Literal["none", "infiniband", "efa", "roce"] = Field(
         "none", description="Sets NCCL for a network: infiniband, efa, roce; none: NCCL decides."
     )
@@ -268,7 +254,7 @@ class Slurm(SpecSection):
     signal_lead_s: Seconds | None = Field(
         None, description="Seconds before the limit at which to save; null: from shutdown_s."
     )
-    umask: Annotated[Text, _form("[0-7]{3,4}", "four octal digits as 0027")] | None = Field(
+    umask: Annotated[Text, form("[0-7]{3,4}", "four octal digits as 0027")] | None = Field(
         None, description="Of all files of the run, in quotes, as '0027'."
     )
     group: Word | None = Field(None, description="Group that owns the run directory.")

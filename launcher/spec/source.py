@@ -1,9 +1,9 @@
 """YAML text -> plain values that remember their lines. Pure.
 
-libyaml's events, or PyYAML's own where that is not there; the values are made here, by the rules of
-YAML 1.2, so that every key keeps its place and nothing but plain data can come out: no tags, no
-merge keys, no duplicate keys, no second document. (PyYAML's `compose` overflows the stack of C on a
-text that is nested deeply enough.)
+The events are libyaml's, or PyYAML's without it; the values are made here by the rules of YAML 1.2,
+so that every key keeps its place and only plain data can come out: no tags, no merge keys, no
+duplicate keys, no second document. (PyYAML's `compose` overflows the stack of C on a text that is
+nested deeply enough.)
 """
 
 from __future__ import annotations
@@ -129,25 +129,17 @@ def read_source(text: str, file: str, sets: Sequence[str] = ()) -> SpecSource:
             problems are left in `SpecSource.problems`.
     """
     if len(text) > MAX_BYTES:
-        raise UserError(
-            "HF002", f"{len(text):,} characters: a job file has at most {MAX_BYTES:,}",
-            where=Where(file),
-        )  # fmt: skip
+        message = f"{len(text):,} characters: a job file has at most {MAX_BYTES:,}"
+        raise UserError("HF002", message, where=Where(file))
     source = SpecSource(file, {})
     if not (events := _events(text, file)):
-        raise UserError(
-            "HF004",
-            "the file is empty; a job needs at least name, model, cluster, train and data "
-            "(see examples/tiny-cpu.yaml)",
-            where=Where(file),
-        )
+        needs = "name, model, cluster, train and data (see examples/tiny-cpu.yaml)"
+        message = f"the file is empty; a job needs at least {needs}"
+        raise UserError("HF004", message, where=Where(file))
     data, line = _Builder(source, events).build(()), events[0].start_mark.line + 1
     if not isinstance(data, dict):
-        raise UserError(
-            "HF005",
-            f"expected a mapping of sections (`name: my-run` ...), found {describe(data)}",
-            where=Where(file, line),
-        )
+        message = f"expected a mapping of sections (`name: my-run` ...), found {describe(data)}"
+        raise UserError("HF005", message, where=Where(file, line))
     if "apiVersion" in data and "kind" in data:
         raise UserError("HF007", _MANIFEST, where=Where(file, line))
     source.data = data
@@ -276,7 +268,7 @@ class _Builder:
         self.source.spans.setdefault(path, TextSpan(mark.index, end, mark.column, style))
 
     def _alias(self, event: Any, path: Path) -> Any:
-        """Return the value that an alias stands for, made anew."""
+        """Return a new copy of the value that an alias stands for."""
         line = event.start_mark.line + 1
         index = self.anchors.get(event.anchor)
         if index is None:
@@ -378,7 +370,7 @@ class _Builder:
 
 
 def _shown(text: str, path: Path) -> str:
-    """Return what is no value as messages may have it: a password can begin with * or !."""
+    """Return an alias or a tag as messages may have it: a password can begin with * or !."""
     return MASK if any(leaks(text, path)) else text
 
 
@@ -420,15 +412,9 @@ def parse_value(text: str, file: str) -> Any:
 
 
 def write_sets(text: str, sets: Sequence[str]) -> str | None:
-    """Return the job file `text` with overrides written into it, all else as it was.
+    """Return the readable job file `text` with valid overrides written into it, all else as it was.
 
-    Args:
-        text: a job file that can be read.
-        sets: overrides that can be applied to it.
-
-    Returns:
-        None where they cannot be written without changing anything else, as in the middle of an
-        anchored value.
+    None: they cannot be written without other changes, as in the middle of an anchored value.
     """
     wanted = read_source(text, "", sets).data
     try:

@@ -1,8 +1,7 @@
-"""JobSpec: one job, every section of it, and what follows from them. Pure."""
+"""JobSpec: one job, every section of it, what follows from them, and the JSON schema. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -11,13 +10,12 @@ from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 from pydantic.fields import FieldInfo
 
 from elastic_trainer.plan import config
+from elastic_trainer.plan.command import UNKNOWN_STEPS
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape, Plugin
 from launcher.spec import sections, values
-from launcher.spec.env import Env
 from launcher.spec.errors import Offer, Problem
 from launcher.spec.hardware import device_memory_gib, tight_domain
-from launcher.spec.problems import MODEL_TAGS
 from launcher.spec.rules import JobFacts
 from launcher.spec.source import SpecSource
 
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from launcher.spec.kubernetes import Kubernetes
     from launcher.spec.slurm import Slurm
 
+MODEL_TAGS: Final = ("by-name", "by-dimensions")
+"""What the `model` union adds to the path of an error."""
 Model = Annotated[
     Annotated[values.Text, Tag(MODEL_TAGS[0])]
     | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
@@ -58,7 +58,7 @@ class JobSpec(values.SpecSection):
         values.optional_section("What follows from wrong numbers.")
     )
     code: sections.Code = values.optional_section("The code frozen.")
-    env: Env = values.optional_section("What workers run in.")
+    env: sections.Env = values.optional_section("What workers run in.")
     network: Annotated[config.NetworkSection, values.Becomes(sections.Network)] = (
         values.optional_section("Addresses and ports.")
     )
@@ -82,31 +82,15 @@ class JobSpec(values.SpecSection):
 
     _source: SpecSource = PrivateAttr()
     _text: str = PrivateAttr(default="")
-    _set_texts: tuple[str, ...] = PrivateAttr(default=())
+    _sets: tuple[str, ...] = PrivateAttr(default=())
     _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
 
-    def remember(
-        self,
-        source: SpecSource,
-        text: str,
-        sets: Sequence[str],
-    ) -> None:
-        """Keep what this was read from; `reading.py` does so for every spec."""
-        self._source, self._text, self._set_texts = source, text, tuple(sets)
-
-    def lie_in(self, folder: Path) -> None:
-        """Keep the folder that relative paths are relative to, absolute."""
-        self._folder = folder
-
-    def complete(self, shape: ModelShape) -> None:
-        """Keep the dimensions of the model, which may stand in a file of their own."""
-        self._shape = shape
-
-    def warn(self, found: Sequence[Problem]) -> None:
-        """Keep what is legal but may not be meant."""
-        self._warnings = tuple(problem for problem in found if problem.is_warning)
+    def remember(self, **known: Any) -> None:
+        """Keep what `reading.py` knows: source, text, sets, folder, shape, warnings."""
+        for name, value in known.items():
+            setattr(self, f"_{name}", value)
 
     @cached_property
     def slurm(self) -> Slurm:
@@ -134,13 +118,13 @@ class JobSpec(values.SpecSection):
 
     @property
     def folder(self) -> Path:
-        """What relative paths are relative to; relative itself where the job is of no file."""
+        """Absolute folder that relative paths are relative to; `.` for a job without a file."""
         return self._folder
 
     @property
     def sets(self) -> tuple[str, ...]:
         """The overrides applied, in order."""
-        return self._set_texts
+        return self._sets
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -203,9 +187,9 @@ class JobSpec(values.SpecSection):
 
     @property
     def dp(self) -> int:
-        """The data-parallel degree on all nodes; of `dp: auto` as many whole replicas as fit.
+        """The data-parallel degree on all nodes; with `dp: auto` as many whole replicas as fit.
 
-        0 where not one does, which is a problem of the job file (HF116).
+        0 where none fits, which is a problem of the job file (HF116).
         """
         want = self.layout
         if want.dp != "auto":
@@ -230,7 +214,7 @@ class JobSpec(values.SpecSection):
     def min_nodes(self) -> int:
         """Fewest nodes to train on; by default those of one dp replica, of a command all.
 
-        For a script's batch is usually so much a rank: on fewer nodes it would train otherwise.
+        A script's batch is usually so much a rank: on fewer nodes it would train otherwise.
         """
         if self.elastic.min_nodes is not None:
             return self.elastic.min_nodes
@@ -254,6 +238,21 @@ OPTIONAL: Final = frozenset({
 """Sections: one without content is one with its defaults."""
 
 
+_DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
+FOR_COMMANDS: Final[dict[str, Any]] = {
+    "model": {
+        "num_layers": 10_000,
+        "dim": 2 * _DIVISIBLE,
+        "num_heads": _DIVISIBLE,
+        "ffn_dim": _DIVISIBLE,
+        "vocab_size": _DIVISIBLE,
+    },
+    "train": {"seq_len": 2 * _DIVISIBLE, "global_batch": _DIVISIBLE, "steps": UNKNOWN_STEPS},
+    "data": {"path": "."},
+}
+"""What a command may leave out, since only it knows: values that allow any layout."""
+
+
 def all_sections() -> dict[str, type[BaseModel]]:
     """Return dotted path -> model of every section."""
     from launcher.spec.kubernetes import Kubernetes, Security, Topology
@@ -272,7 +271,7 @@ def all_sections() -> dict[str, type[BaseModel]]:
         "elastic": sections.Elastic,
         "numbers": sections.Numbers,
         "code": sections.Code,
-        "env": Env,
+        "env": sections.Env,
         "network": sections.Network,
         "slurm": Slurm,
         "kubernetes": Kubernetes,
@@ -284,3 +283,37 @@ def all_sections() -> dict[str, type[BaseModel]]:
 def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return key -> field of a section, as job files have them."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def job_schema() -> dict[str, Any]:
+    """Return the JSON schema (2020-12) of job files, for editors; it refuses no file that we take.
+
+    What only a script knows may be left out beside `command`, so these keys are required by an
+    `else`. An empty section is one with its defaults.
+    """
+    schema = JobSpec.model_json_schema()
+    schema["title"] = "Holdfast job file"
+    without = [key for key in schema["required"] if key in FOR_COMMANDS]
+    schema["required"] = [key for key in schema["required"] if key not in FOR_COMMANDS]
+    steps = schema["$defs"]["Train"].pop("required")  # each has a default beside a command
+    assert set(steps) <= FOR_COMMANDS["train"].keys(), steps
+    has_command = {"required": ["command"], "properties": {"command": {"not": {"type": "null"}}}}
+    schema["if"], schema["then"] = has_command, {}
+    schema["else"] = {
+        "required": without,
+        "properties": {
+            **{key: {"not": {"type": "null"}} for key in without},
+            "train": {"type": "object", "required": steps},
+        },
+    }
+    for key in sorted(OPTIONAL):
+        if key not in schema["required"]:
+            schema["properties"][key] = _or_empty(schema["properties"][key])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _or_empty(field: dict[str, Any]) -> dict[str, Any]:
+    """Allow a section to have no content."""
+    about = {name: value for name, value in field.items() if name in {"title", "description"}}
+    kinds = field.get("oneOf") or [{k: v for k, v in field.items() if k not in about}]
+    return {**about, "anyOf": [*kinds, {"type": "null"}]}

@@ -11,7 +11,7 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -40,7 +40,7 @@ def plain_text(value: str) -> str:
     """Check a text of one line.
 
     Raises:
-        PydanticCustomError: HF015, there is none, or something in it is no character.
+        PydanticCustomError: HF015, it is blank, or has something that is not a character.
     """
     if not value.strip():
         raise refuse("HF015", "expected some text, found none")
@@ -53,6 +53,33 @@ def plain_text(value: str) -> str:
 
 DNS_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 DNS_SUBDOMAIN: Final = rf"{DNS_LABEL}(\.{DNS_LABEL})*"
+
+
+def form(pattern: str, expected: str, longest: int = 4096) -> AfterValidator:
+    """Return what checks that a text as a whole matches; `expected` is for its message.
+
+    Raises:
+        PydanticCustomError: HF015, it does not, or has more characters than `longest`.
+    """
+
+    def check(value: str) -> str:
+        if len(value) > longest or not re.fullmatch(pattern, value):
+            raise refuse("HF015", f"expected {expected}, found {describe(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number, and not true or false, which are ints in Python."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def whole_as_text(value: Any) -> Any:
+    """Return a whole number as the text that it is written as; anything else as it is."""
+    return str(value) if is_whole(value) else value
+
+
 _QUALIFIED: Final = re.compile(rf"({DNS_SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 
 
@@ -62,16 +89,13 @@ def is_label_key(value: str) -> bool:
     return bool(_QUALIFIED.fullmatch(value)) and len(name) <= 63 and len(prefix) <= 253
 
 
-_LEVELS: Final = re.compile(r"[1-9][0-9]?")
-
-
 def is_levels(domain: str) -> bool:
     """Whether `elastic.failure_domain` counts levels of Slurm's topology, rather than a label."""
-    return bool(_LEVELS.fullmatch(domain))
+    return bool(re.fullmatch(r"[1-9][0-9]?", domain))
 
 
 def _domain(value: Any) -> Any:
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    text = whole_as_text(value)
     # `none` and numbers have the form of labels too.
     if isinstance(text, str) and (is_levels(text) if text.isdecimal() else is_label_key(text)):
         return text
@@ -82,28 +106,24 @@ def _domain(value: Any) -> Any:
     )
 
 
-_NAME: Final = r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?"
-
-
 def job_name_near(text: str) -> str:
     """Return a name that every platform takes, as like `text` as can be."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "my-run"
 
 
 def _job_name(value: str) -> str:
-    if re.fullmatch(_NAME, value):
+    if re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", value):
         return value
-    near = job_name_near(value)
     raise refuse(
         "HF015",
         f"{describe(value)} is not a name that every platform takes: at most 50 lower-case "
         "letters, digits and inner hyphens",
-        near,
+        job_name_near(value),
     )
 
 
 def _dp(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
+    if value == "auto" or is_whole(value):
         return value
     raise refuse("HF012", f"expected a whole number or auto, found {describe(value)}")
 
@@ -139,11 +159,8 @@ def _schedule(value: Any) -> Any:
     return known[name]
 
 
-_PORTS: Final = r"([0-9]{1,5})-([0-9]{1,5})"
-
-
 def _ports(value: str) -> str:
-    match = re.fullmatch(_PORTS, value)
+    match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", value)
     low, high = (int(match[1]), int(match[2])) if match else (0, 0)
     if not (1024 <= low <= high <= 65535):
         raise refuse(
@@ -153,16 +170,10 @@ def _ports(value: str) -> str:
     return value
 
 
-def _interface(value: str) -> str:
-    if not re.fullmatch(r"[^\s,/]{1,15}", value):  # the kernel's limit, IFNAMSIZ
-        raise refuse("HF015", f"expected one name as ib0, or auto, found {describe(value)}")
-    return value
-
-
-def _copy_interface(value: str) -> str:
+def _not_auto(value: str) -> str:
     if value == "auto":
         raise refuse("HF015", "expected names as [ib0, ib1]; without any, that of agents is used")
-    return _interface(value)
+    return value
 
 
 def _cidr(value: str) -> str:
@@ -184,14 +195,6 @@ def _tracker(value: str) -> str:
 def _family(value: str) -> str:
     if value not in FAMILIES:
         raise refuse("HF014", f"{describe(value)} is not one of its choices", *FAMILIES)
-    return value
-
-
-def _plugin(value: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise refuse(
-            "HF015", f"expected module:Class, as my_model:MyModel, found {describe(value)}"
-        )
     return value
 
 
@@ -225,7 +228,7 @@ def _command(value: Any) -> Any:
 
 
 def as_text(value: object) -> object:
-    """Return a number or a truth value as an argument has it; anything else as it is."""
+    """Return a number or a truth value as a program's argument; anything else as it is."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, int | float) else value
@@ -252,10 +255,9 @@ def _pattern(value: str) -> str:
     return value
 
 
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
-
-
+_Item = TypeVar("_Item")
+Many = Annotated[tuple[_Item, ...], Field(strict=False)]
+"""A list of a job file."""
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Degree = Annotated[int, Field(ge=1, le=10**6)]
 Steps = Annotated[int, Field(ge=0, le=10**12)]
@@ -266,8 +268,8 @@ Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 Above = Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=10**6)], ...], Field(strict=False)]
+Texts = Many[Text]
+Sizes = Many[Degree]
 JobName = Annotated[str, AfterValidator(_job_name)]
 ValueName = Annotated[str, AfterValidator(_value_name)]
 ValueText = Annotated[
@@ -279,19 +281,25 @@ DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
 Tracker = Annotated[str, AfterValidator(_tracker), WithJsonSchema({"enum": list(TRACKERS)})]
-Trackers = Annotated[tuple[Tracker, ...], Field(strict=False)]
-Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
+Trackers = Many[Tracker]
+Straggler = Annotated[
+    Literal["off", "report", "swap"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # YAML 1.1 reads off so
+]
 Family = Annotated[str, AfterValidator(_family), WithJsonSchema({"enum": list(FAMILIES)})]
 Plain = Annotated[
     Any,
     AfterValidator(_plain),
     WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
 ]
-PluginPath = Annotated[Text, AfterValidator(_plugin)]
-Interface = Annotated[Text, AfterValidator(_interface)]
-CopyInterfaces = Annotated[
-    tuple[Annotated[Text, AfterValidator(_copy_interface)], ...], Field(strict=False)
+PluginPath = Annotated[
+    Text, form(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", "module:Class, as my_model:MyModel")
 ]
+Interface = Annotated[
+    Text,
+    form(r"[^\s,/]{1,15}", "one name as ib0, or auto"),  # the kernel's limit, IFNAMSIZ
+]
+CopyInterfaces = Many[Annotated[Interface, AfterValidator(_not_auto)]]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]
@@ -300,8 +308,6 @@ FailureDomain = Annotated[
     BeforeValidator(_domain),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
 ]
-
-
 Command = Annotated[
     tuple[str, ...] | None,
     BeforeValidator(lambda value: None if value is None else _command(value)),
@@ -318,16 +324,13 @@ Command = Annotated[
 
 
 class SpecSection(BaseModel):
-    """What all sections share: nothing unknown, nothing converted, nothing changed."""
+    """Base of all sections: no unknown keys, no conversions, no changes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
 def setting_of(settings: type[Any]) -> Callable[[str], Any]:
-    """Return what makes the fields of a section whose truth is a dataclass of job.json.
-
-    The function takes the name of the dataclass's field, which has default and description.
-    """
+    """Return the function from a name to the field with default and description of that setting."""
     known = {each.name: each for each in dataclasses.fields(settings)}
 
     def field(name: str) -> Any:
@@ -338,7 +341,7 @@ def setting_of(settings: type[Any]) -> Callable[[str], Any]:
 
 
 class Becomes:
-    """Annotation of a dataclass: a field that is checked as `section` and becomes one of it."""
+    """Annotation of a dataclass: its field is checked as `section`, then made the dataclass."""
 
     def __init__(self, section: type[SpecSection]) -> None:
         self._section = section
@@ -379,9 +382,9 @@ class PlatformSection:
 
 
 def optional_section(description: str) -> Any:
-    """Return the field of a section that may be left out: it is one with its defaults then.
+    """Return the field of a section that may be left out, and then has its defaults.
 
-    An empty mapping is validated in its place. A factory that calls the section would have
-    pydantic build what it needs for it a second time, which takes longer than all the rest.
+    An empty mapping is validated in its place: a factory that calls the section would have pydantic
+    build the section's validator a second time, which takes longer than all the rest.
     """
     return Field(default_factory=dict, validate_default=True, description=description)

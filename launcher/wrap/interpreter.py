@@ -9,10 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.storage.typed import parse_json
@@ -24,13 +23,13 @@ import json, sys
 sys.path[:] = [path for path in sys.path if path]
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-def of(name):
+def version_of(name):
     try:
         return version(name)
     except PackageNotFoundError:
         return ""
 print(json.dumps({{
-    "prefix": sys.prefix, "version": of("{DISTRIBUTION}"), "torch": of("torch"),
+    "prefix": sys.prefix, "version": version_of("{DISTRIBUTION}"),
     "missing": [name for name in ("elastic_trainer", "launcher", "torch") if not find_spec(name)],
 }}))
 """
@@ -40,14 +39,12 @@ _SHEBANG: Final = re.compile(r"#!\s*(?:\S*/env\s+)?(\S+)|'''exec' \"?([^\"\s]+)"
 """The second form follows #!/bin/sh where the path is too long for the kernel (pip's distlib)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class _Asked(NamedTuple):
     """What an interpreter says of itself."""
 
     prefix: str
     version: str
     """Of this distribution; empty: a checkout, or none."""
-    torch: str
     missing: tuple[str, ...]
     """Packages that agents need and it does not have."""
 
@@ -58,10 +55,9 @@ def python_here() -> str:
 
 
 def agents_python(word: str) -> str:
-    """Return the interpreter that agents run in: that of a torchrun, or this one.
+    """Return the interpreter that agents run in: that of `word`, or this one.
 
-    Args:
-        word: the torchrun, the Python that runs its module, or an environment's folder.
+    `word` is a torchrun, the Python that runs its module, or the folder of an environment.
 
     Raises:
         UserError: HF678, agents cannot run in it.
@@ -74,11 +70,9 @@ def agents_python(word: str) -> str:
         return sys.executable
     mine = f"holdfast runs in {sys.prefix}"
     if asked.missing:
-        what = ", ".join(asked.missing)
-        message = f"{word} means {python}, which has no {what}, and {mine}"
-        raise UserError(
-            "HF678", f"{message}: run {install_line()} there, or name the torchrun of {sys.prefix}"
-        )
+        message = f"{word} means {python}, which has no {', '.join(asked.missing)}, and {mine}"
+        fix = f"run {install_line()} there, or name the torchrun of {sys.prefix}"
+        raise UserError("HF678", f"{message}: {fix}")
     if asked.version != (own := _version(DISTRIBUTION)):
         message = f"{word} means {python}, which has holdfast {asked.version}, and {mine}, {own}"
         raise UserError("HF678", f"{message}: install the same version in both")
@@ -97,19 +91,18 @@ def python_of(word: str) -> str | None:
     with path.open("rb") as file:
         head = file.read(2048).decode(errors="replace").split("\n")[:2]
     for line in reversed(head):
-        if (match := _SHEBANG.match(line)) and _PYTHON.fullmatch(
-            Path(match[1] or match[2] or "").name
-        ):
-            return shutil.which(match[1] or match[2])
+        if match := _SHEBANG.match(line):
+            interpreter = match[1] or match[2] or ""
+            if _PYTHON.fullmatch(Path(interpreter).name):
+                return shutil.which(interpreter)
     beside = path.with_name("python")
     return str(beside) if beside.exists() else None
 
 
-def _ask(python: str) -> Asked:
-    argv = [python, "-c", _ASK]
+def _ask(python: str) -> _Asked:
     try:
         done = subprocess.run(
-            argv,
+            [python, "-c", _ASK],
             capture_output=True,
             text=True,
             check=False,
@@ -117,12 +110,8 @@ def _ask(python: str) -> Asked:
             stdin=subprocess.DEVNULL,
         )
         said = parse_json(done.stdout)
-        return Asked(
-            prefix=str(said["prefix"]),
-            version=str(said["version"]),
-            torch=str(said["torch"]),
-            missing=tuple(map(str, said["missing"])),
-        )
+        missing = tuple(map(str, said["missing"]))
+        return _Asked(str(said["prefix"]), str(said["version"]), missing)
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
         message = f"{python} cannot be asked what it has: {error}"
         raise UserError("HF678", f"{message}; is it the right Python?") from error

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from elastic_trainer.plan.command import literal
 from launcher.plan.clock import clock_chain
@@ -113,15 +113,14 @@ class TorchrunLaunch:
 # --- the text -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WrappedScript:
+class WrappedScript(NamedTuple):
     """A batch script with what lets its job survive lost nodes."""
 
     text: str
     torchrun: str | None
     """As in `CommandText`."""
     notes: tuple[str, ...]
-    """What it does with the user's own signals and times, and what it drops; a line each."""
+    """What becomes of the user's signals and times, and what is dropped; a line each."""
 
 
 def wrap_script(text: str) -> WrappedScript:
@@ -169,7 +168,7 @@ def wrap_script(text: str) -> WrappedScript:
 
 
 def _head(lines: Sequence[str]) -> int:
-    """Return how many lines there are to the last option: sbatch reads none after a command."""
+    """Return the number of lines to the last option: sbatch reads none after a command."""
     if not _BASH.match(lines[0]):
         cannot_wrap(f"line 1: {lines[0][:40]!r} starts no bash; write #!/bin/bash")
     head = 1
@@ -179,9 +178,8 @@ def _head(lines: Sequence[str]) -> int:
         if line.startswith("#SBATCH"):
             head = number + 1
         if _HETEROGENEOUS.match(line):
-            cannot_wrap(
-                f"line {number + 1}: a heterogeneous job; its parts cannot replace each other"
-            )
+            what = "a heterogeneous job; its parts cannot replace each other"
+            cannot_wrap(f"line {number + 1}: {what}")
     return head
 
 
@@ -231,10 +229,10 @@ def _without_here(lines: Sequence[str]) -> list[str]:
 
 
 def hidden(command: str) -> str:
-    """Return a command of the same length without what a shell does not read as its words.
+    """Return a command of the same length with x for what a shell does not read as its words.
 
-    That is x for what is in quotes, in $(…), in >(…) or in a comment, whose # stays, and blanks for
-    the end of a line that continues.
+    That is what is in quotes, in $(…), in >(…) or in a comment, whose # stays. The end of a line
+    that continues becomes blanks.
     """
     shown, at = "", 0
     while at < len(command):
@@ -250,16 +248,13 @@ def hidden(command: str) -> str:
 
 
 def _end_of(text: str, at: int, around: str = "", depth: int = 0) -> int | None:
-    """Return where what begins at `at` ends: a quote, an expansion, a comment or a character.
+    """Return where the quote, expansion, comment or character at `at` ends; None: nowhere.
 
     Args:
         text: a command.
-        at: in it.
-        around: what begins the part of it that `at` is in.
-        depth: how many such parts there are.
-
-    Returns:
-        None where it does not end.
+        at: index of it.
+        around: what begins the part that `at` is in.
+        depth: number of such parts around `at`.
     """
     if escaped := _ESCAPED.match(text, at):
         return escaped.end()
@@ -477,11 +472,11 @@ class SrunOptions:
         return None  # not by --nodelist: srun adds to it what SLURM_NNODES asks for
 
     def hosts(self, of_job: Sequence[str], expand: Callable[[str], Sequence[str]]) -> Sequence[str]:
-        """Return those of the job's nodes that it starts on.
+        """Return the nodes that it starts on.
 
         Args:
-            of_job: their names.
-            expand: of a node list as n[1-3].
+            of_job: names of the job's nodes.
+            expand: node list as n[1-3] -> names.
 
         Raises:
             UserError: HF169, the job does not have them.
@@ -506,8 +501,8 @@ class SrunOptions:
             return ()
         kind, colon, count = total.rpartition(":")
         if not count.isdecimal() or int(count) % num_nodes:
-            cannot_wrap(f"srun: --gpus={total} does not divide by {num_nodes} nodes; write "
-                        "--gpus-per-node")  # fmt: skip
+            wrong = f"does not divide by {num_nodes} nodes; write --gpus-per-node"
+            cannot_wrap(f"srun: --gpus={total} {wrong}")
         return (f"--gpus-per-node={kind}{colon}{int(count) // num_nodes}",)
 
 
@@ -526,13 +521,12 @@ def srun_options(options: Sequence[str]) -> SrunOptions:
         name, equals, value = word.partition("=")
         if word == "--" and not left:
             break  # ours follow
+        expected, takes_value = takes_value, False
         if name in _OURS:
             long = _OURS[name]
             given[long] = left.pop(0) if long in _WITH_VALUE and not equals and left else value
-            takes_value = False
         elif word[:2] in _OURS and word[1] != "-":
             given[_OURS[word[:2]]] = word[2:]
-            takes_value = False
         elif word.startswith("-"):
             kept.append(word)
             takes_value = not equals
@@ -542,9 +536,8 @@ def srun_options(options: Sequence[str]) -> SrunOptions:
                     f"srun {name}={value} would keep the job's settings from the agents: write "
                     "ALL first, as in --export=ALL,NAME=value, or leave it out"
                 )
-        elif takes_value:
+        elif expected:
             kept.append(word)
-            takes_value = False
         else:
             cannot_wrap(f"{word} stands between srun and torchrun; srun must start torchrun itself")
     return SrunOptions(kept=tuple(kept), given=given)
@@ -567,14 +560,14 @@ def _workers(text: str | None, env: Mapping[str, str]) -> int:
     if text in ("gpu", "auto"):
         gpus = _gpus(env)
         if not gpus.isdecimal():
-            cannot_wrap(f"torchrun: --nproc-per-node {text}, but no GPUs are asked for; write the "
-                        "number")  # fmt: skip
+            wrong = "but no GPUs are asked for; write the number"
+            cannot_wrap(f"torchrun: --nproc-per-node {text}, {wrong}")
         return int(gpus)
     return _count(text or "1", "--nproc-per-node")
 
 
 def is_pod(env: Mapping[str, str]) -> bool:
-    """Return whether this is the environment of a pod, and not of a batch script."""
+    """Whether this is the environment of a pod, and not of a batch script."""
     return "HOLDFAST_KIND" in env
 
 

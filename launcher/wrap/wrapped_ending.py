@@ -1,8 +1,8 @@
 """How a wrapped batch script ends: what it asks sbatch for, and what that leaves for a save. Pure.
 
-Slurm signals either the processes of the steps, as `--signal=USR1@600` does, or with B: the batch
-script alone. Ours is the batch script, which hands it on: so the signal that the user named goes to
-the workers where it had no B:, and stays the batch script's where it had one.
+Slurm signals the processes of the steps, as with `--signal=USR1@600`, or with B: the batch script
+alone. We have it signal the batch script, which hands the signal on: the user's signal goes to the
+workers where it had no B:, and stays the batch script's where it had one.
 """
 
 from __future__ import annotations
@@ -48,15 +48,11 @@ class Ending:
     """What of the user's is not kept, a line each."""
 
     def grace_s(self, wish_s: float | None) -> float:
-        """Return the time from the workers' signal to SIGKILL.
-
-        Args:
-            wish_s: torchrun's --shutdown-timeout; None: it has none.
-        """
+        """Return the seconds from the workers' signal to SIGKILL; see `grace_within`."""
         return grace_within(float(self.lead_s - AROUND_SHUTDOWN_S - KILL_S), wish_s)
 
     def said(self, wish_s: float | None) -> list[str]:
-        """Return what becomes of the user's signal and times, a line each; see `grace_s`."""
+        """Return what becomes of the user's signal and times, a line each."""
         grace = f"have {self.grace_s(wish_s):g} s to save"
         said = [f"{self.lead_s} s before the time limit workers get SIG{self.workers} and {grace}"]
         if self.batch != OURS:
@@ -70,15 +66,13 @@ class Ending:
     def of_sbatch(self) -> list[str]:
         """Return the options of #SBATCH that the job needs."""
         requeue = "requeue" if self.requeue else "no-requeue"
-        signal_ = f"signal=B:{self.batch}@{self.lead_s}"
-        return [f"#SBATCH --{name}" for name in ("no-kill", requeue, "open-mode=append", signal_)]
+        ours = ("no-kill", requeue, "open-mode=append", f"signal=B:{self.batch}@{self.lead_s}")
+        return [f"#SBATCH --{option}" for option in ours]
 
     def of_batch(self) -> list[str]:
-        """Return the options of `holdfast batch` that tell it so, none where all is as usual."""
-        if self.batch != OURS:
-            asked = f"B:{self.batch}@{self.lead_s}"
-        else:
-            asked = f"{self.workers}@{self.lead_s}"
+        """Return the options of `holdfast batch` that say so; none where all is as usual."""
+        name = self.workers if self.batch == OURS else f"B:{self.batch}"
+        asked = f"{name}@{self.lead_s}"
         signal_ = [] if asked == f"TERM@{LEAD_S}" else [f"--signal={asked}"]
         return [*signal_, *([] if self.requeue else ["--no-requeue"])]
 
@@ -87,35 +81,27 @@ USUAL_ENDING: Final = Ending()
 
 
 def grace_within(most_s: float, wish_s: float | None) -> float:
-    """Return the seconds from the workers' signal to SIGKILL.
+    """Return the seconds from the workers' signal to SIGKILL, of `most_s` that the platform leaves.
 
-    Args:
-        most_s: what the platform leaves for them.
-        wish_s: torchrun's --shutdown-timeout; None: it has none.
+    `wish_s` is torchrun's --shutdown-timeout; None: it has none.
     """
     return most_s if wish_s is None else min(max(wish_s, 1.0), most_s)
 
 
 def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
-    """Return how a batch script is to end.
-
-    Args:
-        lines: its first ones, with all of its #SBATCH.
-        shutdown_timeout_s: torchrun's, as far as the text says.
+    """Return how the batch script is to end that begins with `lines`, with all of its #SBATCH.
 
     Raises:
         UserError: HF160, the time limit is too short.
     """
-    wanted, time, requeue = "", "", True
+    given = {"signal": "", "time": ""}
+    requeue = True
     for name, value in _options(lines):
-        match name:
-            case "signal":
-                wanted = value
-            case "time":
-                time = value
-            case "requeue" | "no-requeue":
-                requeue = name == "requeue"
-    found = signalled(wanted, requeue=requeue)
+        given[name] = value
+        if name in ("requeue", "no-requeue"):
+            requeue = name == "requeue"
+    time = given["time"]
+    found = signalled(given["signal"], requeue=requeue)
     needed_s = min((shutdown_timeout_s or 0) + AROUND_SHUTDOWN_S + KILL_S, MAX_LEAD_S)
     found = replace(found, lead_s=max(found.lead_s, math.ceil(needed_s)))
     limit_s = limit_seconds(time)
@@ -129,12 +115,7 @@ def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
 
 
 def signalled(value: str, *, requeue: bool) -> Ending:
-    """Return how a job ends that has this --signal; empty: none.
-
-    Args:
-        value: [[R][B]:]SIGNAL[@SECONDS], as sbatch takes it.
-        requeue: whether it may be requeued.
-    """
+    """Return how a job ends with this --signal, [[R][B]:]SIGNAL[@SECONDS]; empty: without one."""
     if not (parts := _SIGNAL.fullmatch(value)):
         notes = (f"--signal={value} cannot be read, and is not used",) if value else ()
         return Ending(requeue=requeue, notes=notes)

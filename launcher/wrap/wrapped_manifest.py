@@ -1,8 +1,8 @@
 """A PyTorchJob whose pods run torchrun -> one whose job survives lost nodes. Pure.
 
-Like a batch script, a manifest is changed in its text and where it must be: comments, order and
-all other lines stay. What the job is, its pods work out when they run (`holdfast batch`): only then
-the kubelet, the operator and the pods' shell have filled in torchrun's arguments.
+A manifest is changed in its text, as a batch script is: comments, order and all other lines stay.
+What the job is, its pods work out when they run (`holdfast batch`): only then the kubelet, the
+operator and the pods' shell have filled in torchrun's arguments.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from launcher.wrap.wrapped import (
 )
 
 GRACE_S: Final = 120
-"""The least terminationGracePeriodSeconds: by default it is 30, all of which torchrun takes.
-More is needed around a --shutdown-timeout above 60 s."""
+"""Least terminationGracePeriodSeconds: the default is 30, all of which torchrun takes. A
+--shutdown-timeout above 60 s needs more."""
 _END_S: Final = 30
-"""Of the grace: from the agent's end, or its death, to the pod's."""
+"""Part of the grace from the agent's end, or its death, to the pod's."""
 _TARGET: Final = "pytorchjob"
 _JOB_LABEL: Final = "training.kubeflow.org/job-name"
 """Of pods, by the operator."""
@@ -146,11 +146,7 @@ def _move_sidecars(job: _Manifest, role: Path) -> list[str]:
 
 
 class _Pods:
-    """The pods of one role.
-
-    Args:
-        job: their manifest.
-        role: path of the role.
+    """The pods of the role at path `role` of a manifest.
 
     Raises:
         UserError: HF169, none of their containers is the operator's, or it is wrapped already.
@@ -158,15 +154,13 @@ class _Pods:
 
     def __init__(self, job: _Manifest, role: Path) -> None:
         self._job, self._role, self._spec = job, role, (*role, "template", "spec")
-        rows = job.rows(*self._spec, "containers")
+        rows, named = job.rows(*self._spec, "containers"), CONTAINERS[_TARGET]
         if not rows:
             job.refuse("its pods have no containers", role)
-        named = CONTAINERS[_TARGET]
-        places = [(*self._spec, "containers", index) for index in range(len(rows))]
-        ours = [at for at in places if job.get(*at, "name") == named]
+        ours = [index for index, row in enumerate(rows) if row.get("name") == named]
         if len(ours) != 1:
             job.refuse(f"expected one container called {named}, which the operator asks for", role)
-        (self.container,) = ours
+        self.container: Path = (*self._spec, "containers", ours[0])
         if self._is_wrapped():
             job.refuse("it is wrapped already", self.container)
 
@@ -181,8 +175,7 @@ class _Pods:
         return found
 
     def _is_wrapped(self) -> bool:
-        words = " ".join(word for _, word in self._words(self.container))
-        return "holdfast batch -- " in words
+        return "holdfast batch -- " in " ".join(word for _, word in self._words(self.container))
 
     def runs(self, wanted: str | None) -> str:
         """Return the folder of run directories.
@@ -219,9 +212,7 @@ class _Pods:
     def wrap(self, runs: str, shutdown_s: float) -> None:
         """Change all but the command.
 
-        Args:
-            runs: folder of run directories.
-            shutdown_s: the largest --shutdown-timeout of any role; an alias may share containers.
+        `shutdown_s` is the largest --shutdown-timeout of any role: an alias may share containers.
 
         Raises:
             UserError: HF169, what keeps it from that.
@@ -255,10 +246,8 @@ class _Pods:
             {"name": "HOLDFAST_SHUTDOWN_S", "value": str(shutdown_s)},
             *({"name": "HOLDFAST_GPUS", "value": count} for count in gpus[:1]),
         ]
-        there = {
-            str(row.get("name")): (index, row)
-            for index, row in enumerate(job.rows(*container, "env"))
-        }
+        rows = job.rows(*container, "env")
+        there = {str(row.get("name")): (index, row) for index, row in enumerate(rows)}
         for row in wanted:
             index, before = there.get(row["name"], (0, None))
             if before is None:
@@ -342,11 +331,7 @@ class _Pods:
 
 
 class _Manifest:
-    """A text with one PyTorchJob; after each change it is read again.
-
-    Args:
-        text: YAML.
-        file: its name.
+    """A YAML text with one PyTorchJob; after each change it is read again.
 
     Raises:
         UserError: HF169, it has none, or several; else as `read_documents`.
@@ -414,14 +399,12 @@ class _Manifest:
         if self.get(*path) == value:
             return
         end = max(end for end in range(len(path) + 1) if path[:end] in self.source.spans)
+        for key in reversed(path[end:]):
+            value = {key: value}
         if end == len(path) or self.get(*path[:end]) is None:
-            for key in reversed(path[end:]):
-                value = {key: value}
             self._overwrite(path[:end], value)
         else:
-            for key in reversed(path[end + 1 :]):
-                value = {key: value}
-            self._append(path[:end], {path[end]: value})
+            self._append(path[:end], value)
         self._check(path)
 
     def extend(self, path: Path, rows: list[Any]) -> None:
@@ -476,9 +459,8 @@ class _Manifest:
         raw, token = before[span.start : span.end], old[at : dropped[0]].split(maxsplit=1)[0]
         if raw[0] == "|":
             rows = [row for row in raw.split("\n")[1:] if row.strip()]
-            gone = gone.replace(
-                "\n", "\n" + " " * min(len(row) - len(row.lstrip()) for row in rows)
-            )
+            indent = min(len(row) - len(row.lstrip()) for row in rows)
+            gone = gone.replace("\n", "\n" + " " * indent)
         start = -1
         for _ in range(old.count(token, 0, at) + 1):
             start = raw.find(token, start + 1)
@@ -529,9 +511,8 @@ class _Manifest:
         else:
             is_kept = {name: after.get(name) for name in before} == before
         if not is_kept:  # as a block (|+) that ends in empty lines
-            self.refuse(
-                "nothing can be written behind its last value; write that another way", path
-            )
+            message = "nothing can be written behind its last value; write that another way"
+            self.refuse(message, path)
 
     def _dash(self, start: int) -> tuple[int, int]:
         """Return where the - of an item of a list is, and its column."""

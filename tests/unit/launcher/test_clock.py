@@ -124,4 +124,4 @@ def test_a_chain_holds_or_is_refused(save, shutdown, lead, minutes):
     for name, value in (("save_s", save), ("shutdown_s", shutdown), ("lead_s", lead)):
         assert value is None or getattr(clock, name) == value
     assert Clock(**dataclasses.asdict(clock)) == clock
-    assert clock.to_dict()["limit_s"] == (None if minutes is None else minutes * 60)
+    assert clock.limit_s == (None if minutes is None else minutes * 60)

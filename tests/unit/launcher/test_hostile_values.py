@@ -15,9 +15,9 @@ from sbatch_lines import directives, has_sbatch, real_directives
 
 from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
-from launcher.spec.env import Env
 from launcher.spec.errors import UserError
 from launcher.spec.reading import parse_spec
+from launcher.spec.sections import Env
 from launcher.spec.slurm import Slurm
 
 CANARY = "canary"

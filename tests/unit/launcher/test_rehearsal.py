@@ -13,8 +13,8 @@ from elastic_trainer.plan.models import PRESETS
 from elastic_trainer.record.events import Event
 from launcher.cli.rehearse import FAILURES
 from launcher.local.faults import parse_faults
-from launcher.local.rehearsal.scaling import MOST_NODES, MOST_WORKERS, scaled
-from launcher.local.rehearsal.verdicts import (
+from launcher.local.rehearse import MOST_NODES, MOST_WORKERS, scaled
+from launcher.local.verdicts import (
     Attempts,
     Failing,
     Level,

@@ -12,7 +12,6 @@ from launcher.cli.main import run_cli
 from launcher.spec.errors import Problem, UserError, Where
 from launcher.spec.reading import parse_spec
 from launcher.spec.secret_forms import (
-    FORMS,
     MASK,
     find_secrets,
     is_secret,
@@ -91,10 +90,6 @@ NAMES = ["WANDB_KEY", "DB_PASS", "GITHUB_PAT", "SSH_KEY", "MY_TOKEN", "A_SECRET"
          "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_KEY", "MYSQL_PWD"]  # fmt: skip
 PLAIN_NAMES = ["SSH_KEY_PATH", "HF_TOKEN_PATH", "MAX_TOKENS", "TOKENIZERS_PARALLELISM", "PWD",
                "SORT_KEY", "KEY_VALUE_HEADS", "PASSES", "AUTHOR", "SECRETARY"]  # fmt: skip
-
-
-def test_every_form_has_its_source():
-    assert all(form.source and form.what for form in FORMS)
 
 
 @pytest.mark.parametrize("text", ORDINARY)

@@ -10,8 +10,7 @@ from jsonschema import Draft202012Validator
 
 from launcher.spec.errors import UserError
 from launcher.spec.reading import parse_spec
-from launcher.spec.schema import job_schema
-from launcher.spec.spec import all_sections
+from launcher.spec.spec import all_sections, job_schema
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 JOB = {

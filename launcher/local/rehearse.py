@@ -1,7 +1,11 @@
 """`holdfast rehearse`: the job undisturbed, then once for each failure, as `holdfast run` runs it.
 
-Each run is a process and a run directory of its own below one folder. For a full disk the run
-directory is a small file system that only that run sees (unshare(1), tmpfs).
+Each run is a process and has a run directory below one folder. For a full disk the run directory is
+a small file system that only that run sees (unshare(1), tmpfs).
+
+What can break stays, what only costs shrinks (`scaled`). The command and its environment stay, and
+precision, recomputation, the kinds of parallelism as far as MOST_WORKERS processes go, whether a
+smaller layout exists, and the limits of `elastic`.
 """
 
 from __future__ import annotations
@@ -14,15 +18,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.plan.models import Plugin, raw_of
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_FAILED
-from launcher.local.rehearsal.scaling import CORPUS
-from launcher.local.rehearsal.verdicts import (
+from launcher.local.verdicts import (
     Attempts,
     Failing,
     Level,
@@ -41,6 +45,14 @@ from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
+MOST_WORKERS: Final = 8
+MOST_NODES: Final = 4
+STEPS: Final = 40
+CORPUS: Final = "corpus.txt"
+"""In the rehearsal's folder: what a trainer reads whose own corpus is not for this machine."""
+_SEQ_LEN: Final = 64
+_LONGEST_S: Final = {"hang_ceiling_s": 60.0, "start_ceiling_s": 120.0, "join_timeout_s": 30.0}
+"""Limits of `elastic` that a rehearsal would only wait for."""
 _FULL_DISK: Final = """\
 trap : INT TERM
 mount -t tmpfs -o size="$1",mode=0700 none "$2" || exit 125
@@ -87,7 +99,7 @@ class Rehearsal:
     Args:
         job: its file.
         spec: the same, read; of its own size.
-        sets: `--set`s that make it small (scaling.py), then the user's.
+        sets: `--set`s that make it small (`scaled`), then the user's.
         folder: for the runs; must not exist.
         timeout_s: longest time of one run.
         say: called with progress.
@@ -108,7 +120,7 @@ class Rehearsal:
 
         Raises:
             UserError: HF698 the job does not even run undisturbed; as `holdfast run`.
-            Interrupted: see there.
+            Interrupted: the user wants the end.
         """
         small = load_spec(self.job, self.sets)
         self._make_folder()
@@ -294,3 +306,107 @@ def _may_mount(folder: Path) -> bool:
     if shutil.which(argv[0]) is None:
         return False
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+
+# -- the job, small -----------------------------------------------------------------------
+
+
+def scaled(spec: JobSpec, corpus: Path) -> tuple[str, ...]:
+    """Return the `--set`s with which `spec` runs on emulated nodes of one machine.
+
+    Args:
+        spec: a checked job; one for CPUs that is small already is hardly changed.
+        corpus: a text for a trainer whose job is shrunk.
+    """
+    return tuple(f"{key}={json.dumps(value)}" for key, value in _sets(spec, corpus))
+
+
+def _sets(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
+    if spec.checkpoint.dir is not None:
+        yield "checkpoint.dir", None  # the job's own is not for rehearsals
+    for key, longest in _LONGEST_S.items():
+        if getattr(spec.elastic, key) > longest:
+            yield f"elastic.{key}", longest
+    if spec.device == "cpu" and spec.cluster.nodes * spec.cluster.gpus_per_node <= MOST_WORKERS:
+        return
+    yield from _machines(spec)
+    if spec.command is None:
+        yield from _training(spec, corpus)
+
+
+def _machines(spec: JobSpec) -> Iterator[tuple[str, Any]]:
+    """Yield a layout of MOST_WORKERS at most, and nodes for it.
+
+    Axes keep two ranks each, in the order tp, pp, cp, as long as two replicas have room: what a
+    lost node leaves is a replica less.
+    """
+    want = spec.layout
+    replica, axes = 1, {}
+    for axis in ("tp", "pp", "cp"):
+        axes[axis] = 2 if getattr(want, axis) > 1 and 2 * replica * 2 <= MOST_WORKERS else 1
+        replica *= axes[axis]
+    dp = 1 if spec.dp == 1 else min(MOST_WORKERS // replica, MOST_NODES)
+    nodes = min(MOST_NODES, dp * replica // axes["tp"])
+    copies = 2 if want.dp_replicate > 1 and dp >= 2 else 1
+    interleave = 2 if axes["pp"] > 1 and want.interleave > 1 else 1
+    schedule = want.schedule if axes["pp"] > 1 else "1f1b"
+    yield "cluster.gpu", "cpu"
+    yield "cluster.nodes", nodes
+    yield "cluster.gpus_per_node", dp * replica // nodes
+    yield "cluster.spares", 0
+    yield (
+        "layout",
+        {
+            **axes,
+            "dp": "auto",
+            "dp_replicate": copies,
+            "ep": 2 if want.ep > 1 and dp // copies >= 2 else 1,
+            "order": want.order,
+            "schedule": schedule,
+            "interleave": interleave,
+        },
+    )
+    ladder = plan(spec).ladder
+    yield "elastic.sizes", None
+    yield "elastic.min_nodes", 1 if ladder.min_nodes < ladder.max_nodes else nodes
+    for section, value in (("slurm", spec.slurm_section), ("kubernetes", spec.kubernetes_section)):
+        if value is not None:
+            yield section, None  # their counts are of the real nodes
+
+
+def _training(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a model and steps that take milliseconds."""
+    if not isinstance(spec.shape, Plugin):  # of a user's class nobody knows what may shrink
+        yield "model", _model(spec)
+    yield "train.seq_len", _SEQ_LEN
+    yield "train.global_batch", MOST_WORKERS
+    yield "train.micro_batch", 1
+    yield "train.steps", STEPS
+    yield "train.compile", False
+    yield "train.float8", False
+    yield "train.optimizer.warmup_steps", STEPS // 4
+    yield "data", {"path": str(corpus), "format": "text", "tokenizer": "bytes"}
+    if spec.validation is not None:
+        yield "validation", None
+    yield "checkpoint.every_s", None
+    yield "checkpoint.every_steps", STEPS // 8
+
+
+def _model(spec: JobSpec) -> dict[str, Any]:
+    stages = max(2, 2 * spec.layout.interleave if spec.layout.pp > 1 else 2)
+    kv_heads = 2 if spec.shape.num_kv_heads < spec.shape.num_heads else 4
+    small = {
+        "num_layers": min(4, stages),
+        "dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": kv_heads,
+        "ffn_dim": 64,
+        "vocab_size": 256,
+        "head_dim": None,
+    }
+    raw = raw_of(spec.shape)
+    for key, most in (("num_experts", 4), ("experts_per_token", 2), ("sliding_window", 32)):
+        if raw.get(key):
+            small[key] = min(raw[key], most)
+    kept = ("family", "tie_embeddings", "attention_bias", "norm_eps", "rope_theta")
+    return {**{key: raw[key] for key in kept if key in raw}, **small}

@@ -16,10 +16,8 @@ from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Kind
 from launcher.plan.clock import Clock
 
 LOSS_REL: Final = 1e-3
-"""Of the last loss, beside the undisturbed run's: a layout of fewer ranks adds up in another
+"""Relative difference of the last loss from the undisturbed run's: fewer ranks add up in another
 order. A lost or repeated batch is found by the ledger, not by this."""
-
-
 _RECORD_KIB: Final = 128
 _SLOW_FOR_S: Final = 60.0
 """Agents compare ranks every 10 s (`pace_s`), and name one that is slow three times in a row."""
@@ -38,7 +36,7 @@ class Failing(enum.StrEnum):
 
 
 class Level(enum.StrEnum):
-    """What became of it."""
+    """How it ended."""
 
     OK = "ok"
     WARN = "warn"
@@ -55,15 +53,6 @@ class RowVerdict:
     text: str
     faults: tuple[str, ...] = ()
     """As for `holdfast run --fault`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {
-            "failing": str(self.failing),
-            "level": str(self.level),
-            "text": self.text,
-            "faults": list(self.faults),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +127,13 @@ def _while_a_save_falls_due(stage: Rehearsed, first: int) -> tuple[int, int]:
 def verdict(
     failing: Failing, stage: Rehearsed, found: Attempts, faults: Sequence[str]
 ) -> RowVerdict:
-    """Return what to say of a failure that was injected.
-
-    Args:
-        failing: which.
-        stage: see there.
-        found: what it led to.
-        faults: what was injected.
-    """
-    level, text = Level.OK, ""
+    """Return the row of a failure that was injected, as `faults`."""
     if problems := list(_problems(failing, stage, found)):
         level, text = Level.FAIL, "; ".join(problems)
-    elif warning := _WARNINGS.get(failing, _no_warning)(stage, found) or _crash_warning(found):
+    elif warning := _disk_warning(failing, stage, found) or _crash_warning(found):
         level, text = Level.WARN, warning
     else:
-        text = _said(failing, stage, found)
+        level, text = Level.OK, _said(failing, stage, found)
     return RowVerdict(failing=failing, level=level, text=text, faults=tuple(faults))
 
 
@@ -216,8 +197,7 @@ def _slow_problems(_stage: Rehearsed, found: Attempts) -> Iterator[str]:
 
 
 def _stop_problems(found: Attempts) -> Iterator[str]:
-    left = _killed_for_lateness(found.events)
-    if left:
+    if left := _killed_for_lateness(found.events):
         yield (
             f"{counted(len(left), 'worker')} did not save within "
             f"{left[0]:g} s (elastic.stop_grace_s) and had to be killed"
@@ -233,71 +213,52 @@ def _killed_for_lateness(events: Sequence[Event]) -> list[float]:
     """
     asked = {(e.node, e.fields["pid"]): e for e in events if e.event == "worker.signalled"}
     found = []
-    for event in _exits_by_kill(events):
+    for event in _exits(events, signal.SIGKILL):
         before = asked.get((event.node, event.fields["pid"]))
         if before is not None and event.t_mono - before.t_mono >= before.fields["grace_s"]:
             found.append(float(before.fields["grace_s"]))
     return found
 
 
-def _exits_by_kill(events: Sequence[Event]) -> list[Event]:
-    return [e for e in events if e.event == "worker.exit" and e.fields["signal"] == _SIGKILL]
+def _exits(events: Sequence[Event], *signals: int) -> list[Event]:
+    """Return the ends of workers by one of `signals`."""
+    return [e for e in events if e.event == "worker.exit" and e.fields["signal"] in signals]
 
 
-def _nothing(_stage: Rehearsed, _found: Attempts) -> Iterator[str]:
-    yield from ()
-
-
-_SIGKILL: Final = 9
-_CRASHES: Final = (
-    signal.SIGILL,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGSEGV,
-)
-_Problems = Callable[[Rehearsed, Attempts], Iterator[str]]
-_PROBLEMS: Final[Mapping[Failing, _Problems]] = {
+_CRASHES: Final = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+_PROBLEMS: Final[Mapping[Failing, Callable[[Rehearsed, Attempts], Iterator[str]]]] = {
     Failing.HANG: _hang_problems,
     Failing.DISK: _disk_problems,
     Failing.SLOW: _slow_problems,
-    Failing.PREEMPTION: _nothing,
+    Failing.PREEMPTION: lambda _stage, _found: iter(()),
 }
 
 
-def _no_warning(_stage: Rehearsed, _found: Attempts) -> str:
-    return ""
-
-
-def _disk_warning(stage: Rehearsed, found: Attempts) -> str:
-    if stage.is_script or found.summary["checkpoints_failed"]:
+def _disk_warning(failing: Failing, stage: Rehearsed, found: Attempts) -> str:
+    if failing is not Failing.DISK or stage.is_script or found.summary["checkpoints_failed"]:
         return ""
     return "no checkpoint fell due while the disk was full; save more often"
 
 
 def _crash_warning(found: Attempts) -> str:
     """Return which workers crashed: nothing that is injected does that, nor does a lost peer."""
-    exits = (each for each in found.events if each.event == "worker.exit")
-    crashed = [each for each in exits if each.fields["signal"] in _CRASHES]
+    crashed = _exits(found.events, *_CRASHES)
     if not crashed:
         return ""
-    first = crashed[0]
-    name = signal.Signals(first.fields["signal"]).name
-    where = f"{name} on {first.node} after step {first.step}"
+    name = signal.Signals(crashed[0].fields["signal"]).name
+    where = f"{name} on {crashed[0].node} after step {crashed[0].step}"
     return f"{counted(len(crashed), 'worker')} crashed, which was not injected: {where}"
-
-
-_WARNINGS: Final[Mapping[Failing, Callable[[Rehearsed, Attempts], str]]] = {
-    Failing.DISK: _disk_warning
-}
 
 
 def _said(failing: Failing, stage: Rehearsed, found: Attempts) -> str:
     summary = found.summary
     if failing is Failing.PREEMPTION:
         said = f"ended {stop_seconds(found.events):.1f} s after the signal, went on in a second job"
-        without = "" if _exits_by_kill(found.events) == [] else ", without a save at the signal"
-        return f"{said}{without}"
+        return (
+            f"{said}, without a save at the signal"
+            if _exits(found.events, signal.SIGKILL)
+            else said
+        )
     if failing is Failing.SLOW:
         slow = next(event.fields for event in found.events if event.event == "worker.slow")
         return f"{slow['member']} named, {slow['ratio']:.1f} times its peers' time"
@@ -321,9 +282,9 @@ def clocked(row: RowVerdict, clock: Clock, predicted_s: float, *, is_script: boo
 
     Args:
         row: of the scaled-down job.
-        clock: the job's chain of times (planning/clock.py).
-        predicted_s: what a save of the job's own size is predicted to take, in seconds.
-        is_script: the state is the script's own, of which only the rehearsal tells.
+        clock: the job's chain of times.
+        predicted_s: predicted time of a save at the job's own size, in seconds.
+        is_script: the state is the script's, of which only the rehearsal tells.
     """
     level, text = row.level, f"{row.text}; {clock}"
     if not is_script and predicted_s > clock.save_s:
