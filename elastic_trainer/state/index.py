@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, which names every part of a checkpoint: what may stand in it. Without torch.
+"""DCP's `.metadata`, which names every part of a checkpoint: its allowed globals. Without torch.
 
-It is a pickle. Only what is listed here is resolved: by `reader` to torch's own classes, and
-by `check_index` to placeholders, so that whoever verifies a checkpoint without torch finds what a
-restore would stumble over.
+It is a pickle. Only the globals listed here are resolved: by `reader` to torch's own classes, and
+by `check_index` to placeholders, so verifying a checkpoint without torch finds what a restore would
+stumble over.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ _DTYPES: Final = frozenset(
 class IndexUnpickler(pickle.Unpickler):
     """Resolves DCP's metadata classes, torch.Size, dtypes and layouts; nothing else.
 
-    Args:
-        raw: the pickle.
-        resolve: module and name of an allowed global -> what stands for it.
+    `resolve`: module and name of an allowed global -> its stand-in.
     """
 
     def __init__(self, raw: bytes, resolve: Callable[[str, str], Any]) -> None:
@@ -69,7 +67,7 @@ class IndexUnpickler(pickle.Unpickler):
         self._resolve = resolve
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return what stands for an allowed global.
+        """Return the stand-in of an allowed global.
 
         Raises:
             pickle.UnpicklingError: the pickle asks for anything else.
@@ -82,7 +80,7 @@ class IndexUnpickler(pickle.Unpickler):
         raise _no_place(*asked)
 
     def _member(self, owner: object, name: str) -> Any:
-        """Return a member of the one enumeration there is; stands for `getattr`.
+        """Return a member of the one allowed enumeration; stands in for `getattr`.
 
         Python 3.11.2 pickles a member as getattr(class, name), others as class(value).
         """
@@ -127,7 +125,7 @@ def check_index(raw: bytes, files: Mapping[str, FileEntry]) -> None:
 
 
 class _Some(dict[str, Any]):
-    """Stands for an object of torch's: what it was made of is taken and not looked at."""
+    """Stands in for an object of torch: keeps its state, unread."""
 
     def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls)
