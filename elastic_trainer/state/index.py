@@ -85,22 +85,16 @@ class IndexUnpickler(pickle.Unpickler):
         Python 3.11.2 pickles a member as getattr(class, name), others as class(value).
         """
         enumeration: type[Enum] = self._resolve(*_MEMORY_FORMAT)
-        if owner is not enumeration or not (
-            isinstance(name, str) and name in enumeration.__members__
-        ):
-            raise _no_place(*_GETATTR)
-        return enumeration[name]
+        if owner is enumeration and isinstance(name, str) and name in enumeration.__members__:
+            return enumeration[name]
+        raise _no_place(*_GETATTR)
 
 
 def check_index(raw: bytes, files: Mapping[str, FileEntry]) -> None:
-    """Read `.metadata` as a restore does, without torch: can it be read, are its parts there?
-
-    Args:
-        raw: its bytes, whose digest has been found right.
-        files: of the checkpoint, by name.
+    """Read `.metadata`, whose digest is right, as a restore does, without torch.
 
     Raises:
-        DamagedError: a restore would fail.
+        DamagedError: a restore would fail: it cannot be read, or a part is not in `files`.
     """
     try:
         index = IndexUnpickler(raw, _stand_in).load()
