@@ -8,6 +8,7 @@ committed one, so one image is always whole.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -181,9 +182,8 @@ class ImageWriter:
 
 def view_of(image: Image, payload_at: int, part: Part) -> Tensor:
     """Return the part's tensor, in the image's memory."""
-    flat = torch.frombuffer(
-        image.map, dtype=getattr(torch, part.dtype), count=part.numel, offset=payload_at + part.at
-    )
+    dtype, count = getattr(torch, part.dtype), math.prod(part.sizes)
+    flat = torch.frombuffer(image.map, dtype=dtype, count=count, offset=payload_at + part.at)
     return flat.view(part.sizes)
 
 

@@ -102,11 +102,9 @@ class LocalCluster:
         }
 
     def __enter__(self) -> Self:
-        """Return itself; nothing is started yet."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left."""
         self.kill_all()
 
     def start(self) -> None:

@@ -99,7 +99,6 @@ class Call:
     """Its address."""
 
     def __str__(self) -> str:
-        """Return it for people: create pytorchjobs.kubeflow.org in namespace train."""
         name = f" {self.name}" if self.name else ""
         where = f" in namespace {self.namespace}" if self.namespace else ""
         return f"{self.verb} {self.resource.name}{name}{where}"

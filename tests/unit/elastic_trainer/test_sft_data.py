@@ -221,8 +221,8 @@ BAD = {
     "no messages": ('{"messages": []}', "no list of messages"),
     "shifted labels": ('{"input_ids": [1, 2], "labels": [2, -100]}', "not shifted"),
     "too few labels": ('{"input_ids": [1, 2], "labels": [2]}', "2 input_ids and 1 labels"),
-    "no labels": ('{"input_ids": [1, 2]}', "labels is no list"),
-    "half a token": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', "input_ids is no list"),
+    "no labels": ('{"input_ids": [1, 2]}', "labels is not a list"),
+    "half a token": ('{"input_ids": [1, 2.5], "labels": [1, 2]}', "input_ids is not a list"),
     "below zero": ('{"input_ids": [-1], "labels": [-1]}', "a token is 0 or more"),
     "deep": ("[" * 100_000, "recursion"),
 }
