@@ -218,7 +218,7 @@ BAD = {
     "keys of another form": ('{"text": "a"}', "has the keys 'text'"),
     "no completion": ('{"prompt": "a"}', "has the keys 'prompt'"),
     "a message without a text": ('{"messages": [{"role": "user"}]}', "message 1 has no role"),
-    "no messages": ('{"messages": []}', "no list of messages"),
+    "no messages": ('{"messages": []}', "not a list of messages"),
     "shifted labels": ('{"input_ids": [1, 2], "labels": [2, -100]}', "not shifted"),
     "too few labels": ('{"input_ids": [1, 2], "labels": [2]}', "2 input_ids and 1 labels"),
     "no labels": ('{"input_ids": [1, 2]}', "labels is not a list"),
