@@ -214,7 +214,7 @@ class Keeper:
                 contextlib.suppress(OSError, TornImageError),
                 contextlib.closing(Image(path)) as image,
             ):
-                header = image.header().to_dict()
+                header = dataclasses.asdict(image.header())
                 found.append({"file": path.name, "header": header, "committed": image.committed})
         return found
 

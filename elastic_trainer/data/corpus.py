@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,6 @@ from elastic_trainer.data.sft import read_sft
 from elastic_trainer.data.source import (
     Array,
     DataError,
-    Source,
     Tokens,
     UnreadableError,
     Window,
@@ -42,17 +41,17 @@ class Samples(NamedTuple):
     targets: Tensor
     """IGNORED where nothing counts."""
     documents: Tensor | None
-    """The position at which the document of each position begins; None: each row is one."""
+    """The position at which each position's document begins; None: each row is one document."""
 
 
 class FlatWindows:
     """A flat sequence of tokens, cut into windows of `seq_len` + 1 tokens.
 
-    Window w covers tokens [w * seq_len, (w + 1) * seq_len]: the last token of one
-    is the first of the next, so that every token but the first is predicted once.
+    Window w covers tokens [w * seq_len, (w + 1) * seq_len]: the last token of one is the first of
+    the next, so every token but the first is predicted once. An incomplete last window is left out.
 
     Raises:
-        DataError: HF702, there is not one.
+        DataError: HF702, not one window.
     """
 
     def __init__(self, tokens: Tokens, *, seq_len: int, where: str) -> None:
@@ -65,7 +64,6 @@ class FlatWindows:
             )
 
     def __len__(self) -> int:
-        """Return the number of windows; tokens at the end that fill none are not used."""
         return (len(self.tokens) - 1) // self._seq_len
 
     def window(self, index: int) -> Window:
@@ -150,15 +148,14 @@ def open_corpus(
     cache_dir: Path,
     pinned_as: str = "corpus.json",
 ) -> Corpus:
-    """Open the corpus of `section`, and see that it is the one this run began with.
+    """Open the corpus of `section`, and check that it is the one this run began with.
 
-    Text is encoded once: whoever comes first publishes `cache_dir/<digest>.bin`, the
-    others map it. The first to open a corpus pins it in `pinned_as` beside `cache_dir`,
-    which may be deleted at any time; the pin may not.
+    Text is encoded once: the first worker publishes `cache_dir/<digest>.bin`, the others map it.
+    The first to open a corpus pins it in `pinned_as` beside `cache_dir`, which may be deleted at
+    any time; the pin may not.
 
     Raises:
-        DataError: HF701-HF709, a file that cannot be read, is empty, damaged, does not fit,
-            or is not the corpus of this run.
+        DataError: HF701-HF709, a file is unreadable, empty, damaged, or not the corpus of this run.
         OSError: the cache or the pin cannot be written.
     """
     path = Path(section.path)
@@ -177,37 +174,33 @@ def open_corpus(
 def _windows(
     section: DataSection, path: Path, seq_len: int, cache_dir: Path
 ) -> tuple[Windows, dict[str, int | str]]:
-    if section.format == "sft":
-        return read_sft(
-            path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
-        )
-    readers: dict[str, Callable[[], Source]] = {
-        "text": lambda: read_text(path, section.tokenizer, cache_dir),
-        "nanogpt": lambda: read_nanogpt(path),
-        "megatron": lambda: read_megatron(path),
-    }
-    if section.format not in readers:
-        raise DataError(
-            f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, "
-            "megatron or sft"
-        )
-    source = readers[section.format]()
+    match section.format:
+        case "sft":
+            return read_sft(
+                path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
+            )
+        case "text":
+            source = read_text(path, section.tokenizer, cache_dir)
+        case "nanogpt":
+            source = read_nanogpt(path)
+        case "megatron":
+            source = read_megatron(path)
+        case other:
+            raise DataError(
+                f"HF705 data.format: {other} cannot be trained on; use text, nanogpt, megatron or "
+                "sft"
+            )
     return FlatWindows(source.tokens, seq_len=seq_len, where=str(path)), source.identity
 
 
 def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
-    """Write `identity` to `file`, or see that it says the same already.
+    """Write the corpus's `identity` to `file`, or check that it says the same already.
 
-    All workers of an epoch come here at once: the first `link` wins, as on the board,
-    and the others compare with what it wrote.
-
-    Args:
-        file: RUN/corpus.json.
-        identity: of the corpus, see `Source`.
-        where: the corpus, for messages.
+    All workers of an epoch come here at once: the first `link` wins, as on the board, and the
+    others compare with what it wrote.
 
     Raises:
-        DataError: HF706, `file` describes another corpus, or is no description.
+        DataError: HF706, `file` describes another corpus, or is not a description.
         OSError: `file` cannot be read or written.
     """
     try:

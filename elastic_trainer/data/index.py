@@ -1,8 +1,8 @@
 """Sample order: a pure function of (seed, global sample index), in constant memory.
 
-Each pass over the corpus visits every window once, in an order of its own. The order
-is a Feistel permutation with cycle walking (Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002): no table, so any worker can ask for any sample.
+Each pass over the corpus visits every window once, in a new order: a Feistel permutation with cycle
+walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Without a table any
+worker can ask for any sample.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _ROUNDS = 6
 
 
 def window_of(sample: int, num_windows: int, seed: int) -> int:
-    """Return which window of the corpus global sample `sample` is.
+    """Return the window of the corpus that is global sample `sample`.
 
-    Samples [p * num_windows, (p + 1) * num_windows) are pass p: a permutation of all.
+    Samples [p * num_windows, (p + 1) * num_windows) are pass p: a permutation of all windows.
     """
     assert sample >= 0, f"sample {sample}"
     assert num_windows >= 1, f"{num_windows} windows"
@@ -48,9 +48,9 @@ def micro_batch_samples(
 ) -> list[range | None]:
     """Return the samples of every micro-batch this dp rank runs in `step`, in order.
 
-    Global micro-batch j goes to dp rank j % dp. Every rank runs `rounds` of them, at
-    least ceil(M / dp): None is one that weighs zero, since uneven counts hang under
-    FSDP2 and a pipeline's schedule may ask for more.
+    Global micro-batch j goes to dp rank j % dp. Every rank runs `rounds` of them, at least ceil(M /
+    dp): None weighs zero, since uneven counts hang under FSDP2 and a pipeline's schedule may ask
+    for more.
     """
     num_micro_batches = global_batch // micro_batch
     assert rounds * dp >= num_micro_batches, f"{rounds} rounds x dp {dp} < {num_micro_batches}"

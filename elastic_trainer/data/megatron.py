@@ -47,7 +47,7 @@ _STRIDE = 256
 
 @dataclass(frozen=True, slots=True)
 class SequenceIndex:
-    """Where the sequences lie. `sizes` and `pointers` are maps, and may be unaligned."""
+    """Where the sequences are. `sizes` and `pointers` are maps, and may be unaligned."""
 
     idx_file: Path
     bin_file: Path
@@ -59,12 +59,11 @@ class SequenceIndex:
     """First byte of each sequence in the .bin, (N,) int64."""
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self.sizes)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of `BLOCK` sequences, the last one maybe shorter."""
+        """Number of blocks of `BLOCK` sequences; the last one may be shorter."""
         return -(-len(self) // BLOCK)
 
 
@@ -72,7 +71,7 @@ def open_sequences(index: SequenceIndex) -> Tokens:
     """Return the tokens of all sequences in the order of the index; at least one sequence.
 
     Raises:
-        DataError: HF707, a sequence of negative length or outside the .bin.
+        DataError: HF707, a sequence has a negative length or is outside the .bin.
         UnreadableError: the .bin cannot be opened.
     """
     every = range(index.num_blocks)
@@ -103,7 +102,7 @@ def _check_block(index: SequenceIndex, block: int) -> bool:
     """Return whether the block's sequences, and the first of the next, follow each other.
 
     Raises:
-        DataError: HF707, one has a negative length or lies outside the .bin.
+        DataError: HF707, one has a negative length or is outside the .bin.
     """
     begin = block * BLOCK
     sizes = index.sizes[begin : begin + BLOCK].astype(np.int64)
@@ -131,7 +130,6 @@ class CheckedTokens:
         self._begin_bytes = int(index.pointers[0])
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self._flat)
 
     def __getitem__(self, window: slice, /) -> Array:
@@ -151,7 +149,7 @@ class CheckedTokens:
         return self._flat[start:stop]
 
     def _sequence_of(self, token: int) -> int:
-        """Return the sequence that holds flat token `token`.
+        """Return the sequence of flat token `token`.
 
         Not by numpy: searchsorted copies an unaligned array, here all of the pointers.
         """
@@ -177,7 +175,7 @@ class CheckedTokens:
 
 
 class GatheredTokens:
-    """Sequences that lie anywhere in the .bin, put together window by window."""
+    """Sequences that may be anywhere in the .bin, put together window by window."""
 
     def __init__(self, index: SequenceIndex) -> None:
         self._index = index
@@ -185,11 +183,9 @@ class GatheredTokens:
         self._starts = _starts(index.sizes)
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return int(self._starts[-1])
 
     def __getitem__(self, window: slice, /) -> Array:
-        """Return tokens [window.start, window.stop), a copy."""
         start, stop, _ = window.indices(len(self))
         out = np.empty(max(0, stop - start), dtype=self._index.dtype)
         stride = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
@@ -201,7 +197,7 @@ class GatheredTokens:
         return out
 
     def _fill(self, out: Array, stride: int, start: int, stop: int) -> None:
-        """Copy what sequences [stride * _STRIDE, ...) hold of tokens [start, stop)."""
+        """Copy tokens [start, stop) of sequences [stride * _STRIDE, ...)."""
         index, first = self._index, stride * _STRIDE
         sizes = index.sizes[first : first + _STRIDE].astype(np.int64)
         ends = int(self._starts[stride]) + np.cumsum(sizes)
@@ -247,13 +243,13 @@ class _Header:
 def read_megatron(path: Path) -> Source:
     """Open the dataset `path`: its prefix, its .bin, its .idx, or a folder with one pair.
 
-    The tokens are those of all sequences in the order of the index, as they are: Megatron
-    has put its own end-of-document tokens there, or none.
+    The tokens are those of all sequences in the order of the index, unchanged: Megatron has put its
+    own end-of-document tokens there, or none.
 
     Raises:
         UnreadableError: a file cannot be read.
-        DataError: HF701 (no pair), HF702 (no tokens), HF705 (another version or dtype),
-            HF707 (damaged).
+        DataError: HF701 (no pair), HF702 (no tokens), HF705 (another version or dtype), HF707
+            (damaged).
     """
     bin_file, idx_file = _pair(path)
     with reading():
@@ -283,7 +279,6 @@ def read_megatron(path: Path) -> Source:
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
-    """Return the .bin and the .idx that `path` names."""
     with reading():
         prefixes = megatron_prefixes(path)
     if len(prefixes) != 1:
@@ -296,7 +291,7 @@ def _pair(path: Path) -> tuple[Path, Path]:
 
 
 def _decoded(head: bytes, file: Path) -> _Header:
-    """Return what the first bytes of the index say.
+    """Return the header of the index.
 
     Raises:
         DataError: HF707 (no index), HF705 (an index of another version or of floats).
@@ -323,11 +318,7 @@ def _decoded(head: bytes, file: Path) -> _Header:
 
 
 def _check_length(file: Path, idx_bytes: int, header: _Header) -> None:
-    """Refuse an index that is not as long as its counts say.
-
-    Raises:
-        DataError: HF707.
-    """
+    """Refuse an index that is not as long as its counts say (HF707)."""
     sequences, documents = header.num_sequences, header.num_document_indices
     expected = _HEADER.size + _PER_SEQUENCE_BYTES * sequences + _PER_DOCUMENT_BYTES * documents
     if idx_bytes not in (expected, expected + sequences):  # with modes: one byte a sequence
@@ -341,7 +332,7 @@ def _check_length(file: Path, idx_bytes: int, header: _Header) -> None:
 def _sequence_index(
     bin_file: Path, bin_bytes: int, idx_file: Path, header: _Header
 ) -> SequenceIndex:
-    """Map the arrays of the index; nothing but the last document index is read.
+    """Map the arrays of the index; only the last document index is read.
 
     Raises:
         DataError: HF707, the documents do not end with the sequences.

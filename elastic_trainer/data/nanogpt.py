@@ -41,14 +41,13 @@ class _Shard:
 
 
 class JoinedTokens:
-    """The tokens of several arrays, one behind the other."""
+    """The tokens of several arrays, one after the other."""
 
     def __init__(self, parts: list[Array]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return int(self._ends[-1])
 
     def __getitem__(self, window: slice, /) -> Array:

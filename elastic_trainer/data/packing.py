@@ -1,13 +1,13 @@
-"""Documents packed into windows: which go together, and the file that holds the result.
+"""Documents packed into windows: which go together, and the file of the result.
 
 The file, little-endian:
 
     uint64    documents D
     uint64    windows W
-    uint32 N  tokens, those of a window in a row; bit 31: its prediction counts in the loss
+    uint32 N  tokens, window by window; bit 31: its prediction counts in the loss
     uint32 D  tokens of each document
     int64     3 (W + 1): of each window its first document, its first token, and the counted tokens
-              of all windows before it; the last row is behind the last window
+        of all windows before it; the last row is behind the last window
     32 bytes  SHA-256 of all that
 """
 
@@ -31,19 +31,16 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which of `lengths` go together: best-fit decreasing, indices rising in each window.
+    """Return which of `lengths`, each from 1 to `room`, go together, by index.
 
-    The longest first, of equals the first; each goes into the fullest window that has room for it.
-
-    Args:
-        lengths: each from 1 to `room`.
-        room: of a window.
+    Best-fit decreasing: the longest first, of equals the first; each goes into the fullest window
+    that has room for it. Indices rise in each window.
     """
     windows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(room + 1)]
-    """By the room left: the windows that have so much, the latest to come last."""
+    """By the room left: the windows that have so much, the latest last."""
     rooms: list[int] = []
-    """Those of which there is a window, rising."""
+    """Those with a window, rising."""
     for index in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         place = bisect.bisect_left(rooms, lengths[index])
         if place < len(rooms):
@@ -65,12 +62,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 def write_packed(
     target: Path, documents: Sequence[Array], windows: Sequence[Sequence[int]]
 ) -> None:
-    """Publish `documents`, packed as `windows` says.
-
-    Args:
-        target: the file.
-        documents: of each its words: tokens, with bit 31 where they count (`words_of`).
-        windows: indices of the documents of each.
+    """Publish `documents`, the `words_of` each, packed as `windows` of their indices.
 
     Raises:
         OSError: it cannot be written.
@@ -106,7 +98,7 @@ def words_of(tokens: Sequence[int], counted: Sequence[bool]) -> Array:
 
 
 class PackedWindows:
-    """The windows of a file that `write_packed` has made, mapped.
+    """The windows of a file of `write_packed`, mapped.
 
     Raises:
         OSError: it cannot be opened.
@@ -131,7 +123,6 @@ class PackedWindows:
         self.counted: Array | None = np.diff(self._table[:, 2])
 
     def __len__(self) -> int:
-        """Return the number of windows."""
         return self._num_windows
 
     def window(self, index: int) -> Window:

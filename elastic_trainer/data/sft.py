@@ -1,6 +1,6 @@
 """Examples in JSON lines -> documents whose counted tokens are known, packed into windows.
 
-docs/finetuning.md describes the three forms of an example for users.
+docs/finetuning.md describes the three forms of an example.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_trainer.data.text import DOCUMENT_SEPARATOR, files_below, listing
 from elastic_trainer.data.tokenizer import ChatError, ChatTemplate, fingerprint, load_tokenizer
 
 _UNCOUNTED = -100
-"""As a label, by Hugging Face's convention."""
+"""Label, by Hugging Face's convention."""
 _MAX_TOKEN = (1 << 31) - 1
 _FORMS = "messages, prompt and completion, or input_ids and labels"
 
@@ -32,15 +32,12 @@ def read_sft(
 ) -> tuple[PackedWindows, dict[str, int | str]]:
     """Encode and pack the examples of `path`, once, and open the result.
 
-    Args:
-        path: a file of JSON lines, or a folder with .jsonl files.
-        tokenizer: `bytes`, or the path of a Hugging Face tokenizer.json.
-        cache_dir: where the result is kept; may be deleted at any time.
-        seq_len: positions of a window.
-        cut_long: cut what is longer than a window, instead of refusing it.
+    `path` is a file of JSON lines, or a folder with .jsonl files; `tokenizer` is `bytes`, or the
+    path of a Hugging Face tokenizer.json. `cache_dir` keeps the result and may be deleted at any
+    time. `cut_long`: cut an example that is longer than a window, instead of refusing it.
 
     Returns:
-        The windows, and what identifies them.
+        The windows, and their identity.
 
     Raises:
         UnreadableError: `path` cannot be read.
@@ -83,7 +80,7 @@ def read_sft(
 def _documents(
     files: Sequence[Path], encode: _Encoder, seq_len: int, *, cut_long: bool
 ) -> Iterator[Array]:
-    """Yield the words of each example that has a counted target.
+    """Yield the words of each example with a counted target.
 
     Raises:
         DataError: HF708, HF709.
@@ -149,7 +146,7 @@ class _Encoder:
     def _encoded(self, text: str, said: Sequence[range], *, whole: bool) -> Example:
         """Return the tokens of `text`; those that end within `said` count.
 
-        `whole`: it becomes a text of its own, with what the tokenizer puts around one.
+        `whole`: it becomes a text of its own, with the tokenizer's tokens around one.
         """
         if self._tokenizer is None:
             ends = [len(char.encode(errors="replace")) for char in text]
@@ -175,11 +172,11 @@ def _within(place: int, ranges: Sequence[range]) -> bool:
 
 
 def _tokenised(record: dict[str, Any]) -> Example:
-    """Return an example that is tokenised already."""
+    """Return an example with input_ids and labels."""
     tokens, labels = record["input_ids"], record.get("labels")
     for name, values in (("input_ids", tokens), ("labels", labels)):
         if not (isinstance(values, list) and all(type(value) is int for value in values)):
-            raise ValueError(f"{name} is no list of integers")
+            raise ValueError(f"{name} is not a list of integers")
     assert isinstance(labels, list)
     if len(tokens) != len(labels):
         raise ValueError(f"{len(tokens)} input_ids and {len(labels)} labels")
@@ -197,7 +194,7 @@ def _tokenised(record: dict[str, Any]) -> Example:
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Return a chat whose messages have roles and texts."""
     if not isinstance(value, list) or not value:
-        raise ValueError("messages is no list of messages")
+        raise ValueError("messages is not a list of messages")
     for number, message in enumerate(value, start=1):
         texts = isinstance(message, dict) and all(
             isinstance(message.get(key), str) for key in ("role", "content")

@@ -1,4 +1,4 @@
-"""What readers share: what they return, what identifies it, what can go wrong, the cache."""
+"""What the readers share: their results, identities and errors, and the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnreadableError(Exception):
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Tell trouble with the corpus, the user's, from trouble with our own cache.
+    """Tell the user's errors, with the corpus, from those with our cache.
 
     Raises:
         UnreadableError: the body raised an OSError, which is the cause.
@@ -47,9 +47,7 @@ _NUM_BLOCKS = 32
 class Tokens(Protocol):
     """A flat sequence of integer tokens. A numpy array is one, and the fastest."""
 
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, window: slice, /) -> Array:
         """Return tokens [window.start, window.stop), 1-D, integers; the step is None.
@@ -57,15 +55,14 @@ class Tokens(Protocol):
         Raises:
             DataError: HF707, the files turn out to be damaged there.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The documents of one sequence, one behind the other.
+    """The documents of one sequence, one after the other.
 
-    Each document of n tokens takes n - 1 positions: its last token is a target only, its first
-    an input only. Together they take at most `seq_len`.
+    A document of n tokens takes n - 1 positions: its last token is a target only, its first an
+    input only. Together they take at most `seq_len`.
     """
 
     tokens: Array
@@ -73,35 +70,33 @@ class Window:
     counted: Array | None = None
     """Bool, by token: whether its prediction counts in the loss; None: all do."""
     lengths: Array | None = None
-    """Tokens of each document; None: there is one, of seq_len + 1 tokens."""
+    """Tokens of each document; None: one document of seq_len + 1 tokens."""
 
 
 class Windows(Protocol):
-    """What a corpus consists of: windows by number, whatever order they are visited in."""
+    """A corpus as windows by number, in no given order."""
 
     counted: Array | None
     """Targets of each window that count in the loss, at least 1; None: all do."""
 
     def __len__(self) -> int:
         """Return the number of windows, at least 1."""
-        ...
 
     def window(self, index: int) -> Window:
-        """Return one of them.
+        """Return window `index`.
 
         Raises:
             DataError: HF707, the files turn out to be damaged there.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A corpus as it lies on storage."""
+    """A corpus on storage."""
 
     tokens: Tokens
     identity: dict[str, int | str]
-    """What differs when the tokens do: sizes, digests. No paths, no times: files get copied."""
+    """Sizes and digests, which differ when the tokens do. No paths, no times: files get copied."""
 
 
 def map_array(file: Path, dtype: np.dtype[Any], *, offset_bytes: int, length: int) -> Array:
@@ -119,9 +114,9 @@ def map_array(file: Path, dtype: np.dtype[Any], *, offset_bytes: int, length: in
 def digest(files: Sequence[Path]) -> str:
     """Return a SHA-256 over the sizes and contents of `files`, in hexadecimal.
 
-    Up to 1 MiB a file counts whole; of larger ones evenly spread blocks of 16 KiB, the first
-    and the last bytes among them, so that a terabyte costs no more than a megabyte. An edit
-    between the blocks that leaves the size as it was is not seen.
+    Files up to 1 MiB are read whole; of larger ones evenly spread blocks of 16 KiB, the first and
+    the last bytes among them, so a terabyte costs no more than a megabyte. An edit between the
+    blocks that leaves the size as it was goes unseen.
 
     Raises:
         OSError: a file cannot be read.
@@ -146,7 +141,7 @@ def digest(files: Sequence[Path]) -> str:
 def publishing(target: Path) -> Iterator[BinaryIO]:
     """Yield a new file that becomes `target` at the end of the body, atomically.
 
-    Several may do so at once: they write the same bytes, so it does not matter who wins.
+    Several processes may do so at once: they write the same bytes.
 
     Raises:
         OSError: the file cannot be written.

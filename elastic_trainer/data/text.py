@@ -25,13 +25,9 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def read_text(path: Path, tokenizer: str, cache_dir: Path) -> Source:
     """Encode the text file `path`, or all below the folder `path`, in the order of names.
 
-    The cache file holds the tokens and, behind them, their SHA-256: what identifies the
-    corpus is known on every later opening without reading it, in one atomic file.
-
-    Args:
-        path: file or folder; hidden files and folders below it are left out.
-        tokenizer: `bytes`, or the path of a Hugging Face tokenizer.json.
-        cache_dir: where encoded tokens are kept; may be deleted at any time.
+    Hidden files and folders are left out. `tokenizer` is `bytes`, or the path of a Hugging Face
+    tokenizer.json. The file in `cache_dir`, which may be deleted at any time, holds the tokens and,
+    behind them, their SHA-256: a later opening knows the corpus's identity without reading it.
 
     Raises:
         UnreadableError: `path` cannot be read.
@@ -64,7 +60,7 @@ def read_text(path: Path, tokenizer: str, cache_dir: Path) -> Source:
 
 
 def files_below(path: Path) -> list[Path]:
-    """Return `path` itself, or all text files below it but hidden ones, sorted.
+    """Return `path` itself, or all text files below it except hidden ones, sorted.
 
     Raises:
         OSError: `path`, or a folder below it, cannot be read.
@@ -84,7 +80,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def listing(files: Sequence[Path]) -> str:
-    """Return the names, sizes and times of `files`: what a cache of them is known by.
+    """Return the names, sizes and times of `files`, by which their cache is known.
 
     Reading everything on each restart would cost minutes.
 

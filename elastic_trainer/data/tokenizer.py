@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a corpus: `bytes`, or a tokenizer.json and what is beside it."""
+"""Tokenizer and chat template of a corpus: `bytes`, or a tokenizer.json and the files beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_trainer.data.source import DataError, reading
 
 
 def fingerprint(tokenizer: str) -> str:
-    """Return what changes with the tokenizer; a restart that finds the cache never loads it.
+    """Return a digest of the tokenizer; a restart that finds the cache never loads it.
 
     Raises:
         DataError: HF704, it cannot be read.
@@ -38,7 +38,7 @@ def load_tokenizer(tokenizer: str) -> Any | None:
     """Return the `tokenizers.Tokenizer` of a file; None for `bytes`.
 
     Raises:
-        DataError: HF704, the file is none, or the package is missing.
+        DataError: HF704, the file is not one, or the package is missing.
     """
     if tokenizer == "bytes":
         return None
@@ -68,16 +68,16 @@ CHATML: Final = (
     "+ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template of a tokenizer that has none of its own."""
+"""The template of a tokenizer without one."""
 ASSISTANT: Final = "assistant"
 
 
 class ChatError(Exception):
-    """A chat that the template does not take."""
+    """The template does not take a chat."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which some templates mark what the assistant says: transparent."""
+    """`{% generation %}`, by which some templates mark the assistant's text: transparent."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own way
 
@@ -88,13 +88,12 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """What lies beside a tokenizer.json: `chat_template.jinja`, `tokenizer_config.json`.
+    """The template beside a tokenizer.json: `chat_template.jinja`, `tokenizer_config.json`.
 
-    Args:
-        tokenizer: path of the tokenizer.json, or `bytes`, beside which nothing lies.
+    `tokenizer` is the path of the tokenizer.json, or `bytes`, which has ChatML.
 
     Raises:
-        DataError: HF704, a file is no template or no JSON.
+        DataError: HF704, a file is not a template or not JSON.
         UnreadableError: a file cannot be read.
     """
 
@@ -104,9 +103,9 @@ class ChatTemplate:
         source = _text(folder, "chat_template.jinja") or config.get("chat_template") or CHATML
         tokens = {name: _token(config.get(name)) for name in ("bos_token", "eos_token")}
         self.end = tokens["eos_token"]
-        """Text of the token that ends a text; empty where none is known."""
+        """Text of the token that ends a text; empty: unknown."""
         self.identity = json.dumps([source, tokens])
-        """Differs when what is made of an example does."""
+        """Differs when the tokens of an example do."""
         # The options that transformers renders templates with; what reads the clock is left out.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,

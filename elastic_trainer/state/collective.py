@@ -1,4 +1,4 @@
-"""Doing things together on all ranks: every rank learns of every failure."""
+"""Steps taken together on all ranks: every rank learns of every failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILURES = (Exception, CheckpointException)
 
 
 class StepFailedError(Exception):
-    """A step failed on some rank and was given up by all; none is still in it."""
+    """A step failed on some rank and was given up by all; no rank is still in it."""
 
 
 OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
@@ -30,7 +30,7 @@ OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
 def describe(error: BaseException) -> str:
     """Return one line: our own errors' text, others' type and text, DCP's first cause.
 
-    What torch says of a write that failed hides the system's own error, which counts then.
+    torch's text of a failed write hides the system's own error, which counts then.
     """
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
@@ -43,7 +43,7 @@ def describe(error: BaseException) -> str:
 
 
 class Collective:
-    """Steps of all ranks of `grid`, for one thread at a time. What is sent is JSON.
+    """Steps of all ranks of `grid`, for one thread at a time. Messages are JSON.
 
     Any error but StepFailedError means that a group itself broke.
     """
@@ -73,8 +73,8 @@ class Collective:
     def together(self, step: Callable[[], None]) -> None:
         """Run `step` on every rank.
 
-        Steps may be nested: a rank that fails meets the others at the next agreement, whichever
-        step they have got to, and all give up the outermost.
+        Steps may be nested: a rank that fails meets the others at their next agreement, in whatever
+        step, and all give up the outermost.
 
         Raises:
             StepFailedError: on every rank, when it failed on any.
@@ -92,18 +92,18 @@ class Collective:
             self._raise_first(reason)
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each of all ranks' values; as many on every rank."""
+        """Return the largest of all ranks' values, place by place."""
         largest = torch.tensor(values, dtype=torch.int64)
         self.grid.all_reduce(largest, dist.ReduceOp.MAX)
         found: list[int] = largest.tolist()
         return found
 
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Send each rank its message, where there is one; return those for this rank, by sender."""
+        """Send each rank its message, if any; return the messages for this rank, by sender."""
         return self.grid.exchange(messages)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return all ranks' `own`, by rank; the sum of their sizes is all that it costs."""
+        """Return all ranks' `own`, by rank; the cost is the sum of their sizes."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(own)
         self.grid.all_reduce(sizes)
@@ -112,7 +112,7 @@ class Collective:
         return [raw[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
-        """Run `step` on every rank; return all values, by rank, on rank 0, and elsewhere none.
+        """Run `step` on every rank; return all values, by rank, on rank 0, elsewhere [].
 
         Raises:
             StepFailedError: on every rank, when it failed on any.
@@ -135,7 +135,7 @@ class Collective:
         return json.loads(self.exchange(values)[0])
 
     def _filled(self, size: int, at: int, own: bytes) -> bytes:
-        """Return `size` bytes of which each rank has its `own`, and none the same."""
+        """Return `size` bytes of which each rank gives its `own`, without overlap."""
         content = torch.zeros(size, dtype=torch.uint8)
         content[at : at + len(own)] = as_tensor(own)
         if size:
@@ -143,7 +143,7 @@ class Collective:
         return content.numpy().tobytes()
 
     def _from(self, rank: int, raw: bytes) -> bytes:
-        """Return what `rank` has as `raw`; others' does not count."""
+        """Return the `raw` of `rank`; others' does not count."""
         own = raw if self.rank == rank else b""
         return self._filled(self.maxima([len(own)])[0], 0, own)
 

@@ -33,7 +33,7 @@ _REPORT_EVERY_S = 0.2
 
 
 class _Interrupts:
-    """SIGINT and SIGTERM: the first one interrupts, further ones leave the clean-up alone."""
+    """SIGINT and SIGTERM: the first one interrupts; later ones do not disturb the clean-up."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Reporter:
-    """Writes progress to stdout: at most a few lines a second, and the last one always."""
+    """Writes progress to stdout: at most a few lines a second, and always the last one."""
 
     def __init__(self, stop: _Interrupts, mono: Callable[[], float] = time.monotonic) -> None:
         self._stop, self._mono = stop, mono
@@ -95,10 +95,6 @@ def _export(
     context: int | None = None,
     code: str | None = None,
 ) -> dict[str, Any]:
-    """Write the checkpoint that `commit` names, of a model of the shape `model`.
-
-    `code` is the folder of a job's own decoder.
-    """
     done = export_hf(
         CheckpointStorage(Path(checkpoints)),
         Commit(**commit),
@@ -114,7 +110,6 @@ def _export(
 
 
 def _import(report: _Reporter, *, hf: str, run: str, run_id: str | None = None) -> dict[str, Any]:
-    """Make a run of a directory in Hugging Face's format."""
     run_id = run_id or f"import-{uuid.uuid4().hex[:12]}"
     done = import_hf(Path(hf), Path(run), run_id=run_id, on_progress=report)
     return {

@@ -16,7 +16,7 @@ class CheckpointError(Exception):
 
 
 class BoardAwayError(Exception):
-    """The board does not answer now: the next epoch asks again. No node is charged.
+    """The board does not answer now; the next epoch asks again, and no node is charged.
 
     `failures.py` knows it by its name.
     """
@@ -39,4 +39,4 @@ class UncertainError(SaveFailedError):
 
 
 class InputError(CheckpointError):
-    """What the user gave cannot be used: another path or option can help."""
+    """The user's input cannot be used: another path or option can help."""

@@ -1,10 +1,9 @@
-"""Checkpoints <-> Hugging Face safetensors: one copy, from a reader of DCP's to a writer of DCP's.
+"""Checkpoints <-> Hugging Face safetensors: one copy, from a DCP reader to a DCP writer.
 
-An export reads a checkpoint that any layout wrote and writes by HuggingFaceStorageWriter, one
-file in memory at a time. An import reads by HuggingFaceStorageReader (hf_source.py) and makes a
-run whose board has one commit, of step 0: DCP data files with `.metadata`, one file a chunk of
-rows, and a manifest with their digests. Its parameters are fp32; there is no optimizer state:
-the first step makes it.
+An export reads a checkpoint of any layout and writes by HuggingFaceStorageWriter, one file in
+memory at a time. An import reads by HuggingFaceStorageReader (hf_source.py) and makes a run whose
+board has one commit, of step 0: DCP data files with `.metadata`, one file a chunk of rows, and a
+manifest with their digests. Its parameters are fp32; the first step makes the optimizer's state.
 
 `dcp.load` and `dcp.save` hold a whole state dict. Here each tensor is read when it is written.
 """
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,26 +71,22 @@ _STORAGE_ERRORS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What an export made."""
+class Exported(NamedTuple):
+    """The files of an export."""
 
     files: tuple[str, ...]
     size_bytes: int
-    """Of those files."""
     num_params: int
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """What an import made."""
+class Imported(NamedTuple):
+    """An imported checkpoint."""
 
     commit: Commit
     shape: ModelShape
     files: tuple[str, ...]
-    """In the checkpoint's directory, manifest apart."""
+    """In the checkpoint's directory, without the manifest."""
     size_bytes: int
-    """Of those files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +119,20 @@ def export_hf(
 ) -> Exported:
     """Write `out_dir` with the parameters that `commit` names.
 
-    Every byte of the checkpoint is digested first, the optimizer's too: they share files.
+    Every byte of the checkpoint is digested first, the optimizer's too: they share files. `out_dir`
+    must not exist; it appears whole or not at all.
 
-    Args:
-        storage: where the checkpoint is.
-        commit: names the directory and the manifest's sha256.
-        shape: of the model that wrote it.
-        out_dir: must not exist. It appears whole or not at all.
-        dtype: float32, which is exact, or bfloat16, rounded to nearest even.
-        tokenizer: a tokenizer.json to put beside the weights.
-        context: config.json's max_position_embeddings, tokens; None: hf_names.context_of.
-        code: the folder that a job's own decoder is imported from.
-        max_file_bytes: largest file; one tensor may be larger. Bounds the memory, to twice that:
-            the writer holds a file's tensors and their serialized form.
-        on_progress: hears of every file digested and every tensor copied.
+    `dtype` is float32, which is exact, or bfloat16, rounded to nearest even. `context` is
+    config.json's max_position_embeddings, tokens; None: hf_names.context_of. `code` is the folder
+    of a job's own decoder. `max_file_bytes`, unless one tensor is larger, bounds the memory to
+    twice that: the writer holds a file's tensors and their serialized form.
 
     Raises:
-        InputError: HF321, `out_dir` is there; HF323, the tokenizer cannot be read;
-            HF327, the checkpoint is of another model; HF328, a job's own decoder does not
-            say what it is called there.
+        InputError: HF321, `out_dir` exists; HF323, the tokenizer cannot be read; HF327, the
+            checkpoint is of another model; HF328, a job's own decoder lacks its name in
+            transformers.
         ModelError: that decoder cannot be used.
-        CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot
-            be written.
+        CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot be written.
     """
     model = build(shape, code)
     if isinstance(shape, Plugin) and model.hf_config is None:
@@ -198,16 +186,11 @@ def import_hf(
 ) -> Imported:
     """Make `run_dir` with the weights of `source_dir` as its checkpoint of step 0.
 
-    Args:
-        source_dir: config.json and safetensors, in one file or several with an index.
-        run_dir: new or empty. It appears whole or not at all.
-        run_id: goes into the manifest.
-        on_progress: hears of every chunk written and of every file digested.
-        max_chunk_bytes: bounds the memory; a row is never split.
+    `run_dir` is new or empty; it appears whole or not at all. `max_chunk_bytes` bounds the memory;
+    a row is never split.
 
     Raises:
-        InputError: the source cannot be used (see HFSource); HF321, `run_dir` is
-            not empty.
+        InputError: the source cannot be used (see HFSource); HF321, `run_dir` is not empty.
         CheckpointError: HF322, `run_dir` cannot be written.
     """
     source = HFSource(source_dir)
@@ -247,16 +230,10 @@ def _write_tensors(
     on_written: Callable[[int], None],
     max_chunk_bytes: int | None,
 ) -> None:
-    """Write `tensors` as one rank by `writer`, into its empty directory.
+    """Write `tensors`, by full name, as one rank by `writer` into its empty directory.
 
-    These are the steps of `dcp.save(no_dist=True)`, which would wrap every
-    error, an interrupt included.
-
-    Args:
-        writer: any of DCP's on files.
-        tensors: full name -> what to write.
-        on_written: called with the bytes of each chunk.
-        max_chunk_bytes: largest chunk, unless a row is larger; None: a tensor is one chunk.
+    These are the steps of `dcp.save(no_dist=True)`, which would wrap every error, an interrupt
+    included. `max_chunk_bytes` None: a tensor is one chunk.
     """
     planner = _LazyPlanner(tensors, on_written, max_chunk_bytes)
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
@@ -268,7 +245,7 @@ def _write_tensors(
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans chunks of tensors that are not there yet, and reads each when it is written."""
+    """Plans chunks of tensors that are not read yet, and reads each when it is written."""
 
     def __init__(
         self,
@@ -369,10 +346,10 @@ def _export_weights(
 
 
 def _drop_dcp_metadata(path: Path) -> None:
-    """Leave of a file's metadata only what transformers writes.
+    """Leave only transformers' own key in a file's metadata.
 
-    DCP's own keys say how a tensor is sharded, here that it is not; and safetensors writes several
-    keys in an order that differs from one time to the next, so that equal exports differed.
+    DCP's keys say how a tensor is sharded, here that it is not; and safetensors writes several keys
+    in a random order, so equal exports differed.
     """
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -393,11 +370,7 @@ def _read_stored(
 
 
 def _check_model(metadata: Metadata, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """See that a checkpoint holds these parameters and no others.
-
-    Raises:
-        InputError: HF327.
-    """
+    """Refuse a checkpoint of other parameters (HF327)."""
     stored = {
         name.removeprefix(f"{MODEL}."): tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -425,7 +398,7 @@ def _size(size: tuple[int, ...] | None) -> str:
 
 
 def _first_state(source: HFSource) -> dict[str, LazyTensor]:
-    """Return what a checkpoint of step 0 holds, by the names of state.py."""
+    """Return the tensors of a checkpoint of step 0, by the names of state.py."""
     tensors = {
         f"{MODEL}.{name}": LazyTensor(size, torch.float32, partial(source.read, name))
         for name, size in source.sizes.items()
@@ -457,7 +430,7 @@ def _copy_tokenizer(source: Path, temp: Path) -> None:
 
 
 class _ByteCount:
-    """Adds up bytes and reports them, never more than all: files have headers besides."""
+    """Adds up bytes and reports at most the total: files have headers besides."""
 
     def __init__(self, report: Progress, total_bytes: int) -> None:
         self._report, self._total_bytes, self._done_bytes = report, total_bytes, 0
@@ -470,19 +443,13 @@ class _ByteCount:
 
 @contextmanager
 def _appearing(target: Path, *, what: str, may_be_empty: bool) -> Iterator[Path]:
-    """Yield a directory to fill beside `target`; at the end it becomes `target`.
+    """Yield a directory to fill beside `target`; at the end it becomes `target`, fsynced.
 
-    Everything in it is on the disk before it gets the name. When the body
-    raises, it is removed; when the process is killed, a directory stays whose
-    name begins with a dot and ends in `.partial-...`, which nothing reads.
-
-    Args:
-        target: must not exist; parents are made.
-        what: for messages, as `--out`.
-        may_be_empty: an empty directory may be there already.
+    When the body raises, it is removed. A killed process leaves a directory `.NAME.partial-...`,
+    which nothing reads. `what` names `target` in messages.
 
     Raises:
-        InputError: HF321, `target` is there already.
+        InputError: HF321, `target` exists.
         CheckpointError: HF322, it cannot be written.
     """
     target = target.absolute()

@@ -38,9 +38,7 @@ _IGNORED: Final = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.
 def to_hf(name: str, layer: Mapping[str, str]) -> str:
     """Return Hugging Face's name of our parameter `name`.
 
-    Args:
-        name: as in `Decoder.named_parameters()`.
-        layer: module of a block -> theirs, as `Decoder.hf_names`.
+    `layer`: module of a block -> theirs, as `Decoder.hf_names`.
 
     Raises:
         KeyError: the parameter's module is not in `layer`.
@@ -53,14 +51,14 @@ def to_hf(name: str, layer: Mapping[str, str]) -> str:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether `name` is a buffer that old files carry and that the config determines."""
+    """Return whether `name` is a buffer of old files that the config determines."""
     return _IGNORED.fullmatch(name) is not None
 
 
 def context_of(shape: ModelShape) -> int:
-    """Return the tokens of context to claim for `shape`, which does not carry them.
+    """Return the tokens of context to claim for `shape`, which lacks them.
 
-    A preset's published context; otherwise the old context times the RoPE scaling.
+    A preset has a published context; other shapes get the old context times the RoPE scaling.
     """
     for name, tokens in PUBLISHED_CONTEXT.items():
         if PRESETS[name] == shape:
@@ -76,15 +74,9 @@ def hf_config(
 ) -> dict[str, Any]:
     """Return the content of `config.json`.
 
-    Written in the form of transformers 4 (`rope_theta`, `rope_scaling`,
-    `torch_dtype`), which 5 reads as well. `elastic_trainer.plan.models` reads it
-    back to an equal shape.
-
-    Args:
-        shape: of the model.
-        dtype: of the tensors, `float32` or `bfloat16`.
-        context: `max_position_embeddings`; None: `context_of(shape)`.
-        own: of a job's own decoder: what counts beside, and instead.
+    It has the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which 5 reads
+    as well. `elastic_trainer.plan.models` reads it back to an equal shape. `own` is what a job's
+    own decoder adds or overrides.
     """
     scaling = {
         "rope_type": "llama3",
@@ -128,7 +120,7 @@ def hf_config(
 def pack(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, int]:
     """Return the file of each name, from 1 on: in order, at most `max_file_bytes` a file.
 
-    A tensor larger than that has a file of its own.
+    A larger tensor has a file to itself.
     """
     file_of: dict[str, int] = {}
     file, room_bytes = 0, 0

@@ -1,12 +1,12 @@
-"""A directory in Hugging Face's format: what is in it, checked, and its tensors piece by piece.
+"""A directory in Hugging Face's format: checked, and read tensor by tensor.
 
-Source of the format: https://huggingface.co/docs/safetensors (header with name, dtype, size
-and offsets of every tensor; opening checks that they cover the file) and transformers'
+Source of the format: https://huggingface.co/docs/safetensors (header with name, dtype, size and
+offsets of every tensor; opening checks that they cover the file) and transformers'
 `model.safetensors.index.json` for several files.
 
-Headers and values are read by torch's HuggingFaceStorageReader. What it does not know: the index
-(it opens every .safetensors in the directory), which model the files must hold, and, in an error,
-which file it was in.
+torch's HuggingFaceStorageReader reads headers and values. It ignores the index (it opens every
+.safetensors in the directory), does not know which model the files must hold, and names no file in
+errors.
 """
 
 from __future__ import annotations
@@ -47,19 +47,14 @@ from elastic_trainer.storage.files import open_regular, read_regular
 from elastic_trainer.storage.typed import parse_json
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What becomes fp32 without loss."""
+"""That become fp32 without loss."""
 _PIECE_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as the format has it (huggingface.co/docs/safetensors)."""
+"""The format's limit (huggingface.co/docs/safetensors)."""
 
 
 class TensorSource:
-    """Reads rows of single tensors through one of DCP's readers.
-
-    Args:
-        reader: of a checkpoint, or of Hugging Face's files.
-        metadata: what its `read_metadata` returned.
-    """
+    """Reads rows of single tensors through one of DCP's readers."""
 
     def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
         self._reader, self._metadata = reader, metadata
@@ -82,7 +77,7 @@ class TensorSource:
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts all that is read into one tensor."""
+    """Reads everything into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
@@ -93,7 +88,7 @@ class _Into(DefaultLoadPlanner):
 
 
 class _OneFile(FileSystem):
-    """A directory of which HuggingFaceStorageReader sees one file."""
+    """A directory in which HuggingFaceStorageReader sees one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,16 +98,15 @@ class _OneFile(FileSystem):
 
 
 class HFSource:
-    """A model in Hugging Face's format, all of it checked but the values.
+    """A model in Hugging Face's format, checked but for the values.
 
-    Attributes:
-        shape: of the model, from config.json.
-        sizes: of our parameters, by name, in the order of the layers; no head where it is tied.
+    `sizes` has our parameters by name, in the order of the layers, without the head where it is
+    tied.
 
     Raises:
-        InputError: HF021, HF022, HF023, the config; HF323, files are missing or
-            cannot be read; HF324, a file is damaged; HF325, a tensor is missing,
-            unknown or of another size; HF326, of another dtype.
+        InputError: HF021, HF022, HF023, the config; HF323, files are missing or cannot be read;
+            HF324, a file is damaged; HF325, a tensor is missing, unknown or of another size; HF326,
+            of another dtype.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -122,7 +116,7 @@ class HFSource:
         self.sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._theirs = {name: to_hf(name, model.hf_names) for name in (*self.sizes, HEAD)}
         self._file_of: dict[str, Path] = {}
-        """Hugging Face's tensor name -> where it is."""
+        """By Hugging Face's tensor name."""
         self._metadata = self._read_headers()
         found = dict(self._metadata.state_dict_metadata)
         tied_head = found.pop(self._theirs[HEAD], None) if self.shape.tie_embeddings else None
@@ -132,7 +126,7 @@ class HFSource:
             self._check_tied(tied_head)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of our parameter `name`, as fp32; only they are read.
+        """Return rows `start` to `stop` of our parameter `name`, as fp32; nothing else is read.
 
         Raises:
             InputError: HF323, HF324, the file changed since it was checked.
@@ -145,10 +139,7 @@ class HFSource:
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[None]:
-        """Say which file an error is in.
-
-        A header is the file's word: of tensors that torch does not know, for example.
-        """
+        """Name the file in errors; a header may say anything, such as unknown dtypes."""
         try:
             yield
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -256,7 +247,7 @@ class HFSource:
         return weight_map
 
     def _check(self, found: Mapping[str, TensorStorageMetadata]) -> None:
-        """See that `found` holds the model's parameters, and no others."""
+        """Refuse other tensors than the model's parameters."""
         expected = {self._theirs[name]: size for name, size in self.sizes.items()}
         if missing := [theirs for theirs in expected if theirs not in found]:
             tied = missing == [self._theirs[HEAD]]
@@ -299,7 +290,7 @@ class HFSource:
             )
 
     def _check_tied(self, head: TensorStorageMetadata) -> None:
-        """Refuse a head of its own where config.json ties it to the embedding."""
+        """Refuse a head that differs from the embedding where config.json ties them."""
         size, theirs = self.sizes[EMBEDDING], self._theirs[HEAD]
         self._check_entry(theirs, head, size)
         rows = max(1, _PIECE_BYTES // (4 * self.shape.dim))
@@ -319,5 +310,4 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first name and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")

@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, which names every part of a checkpoint: what may stand in it. Without torch.
+"""DCP's `.metadata`, which names every part of a checkpoint: its allowed globals. Without torch.
 
-It is a pickle. Only what is listed here is resolved: by `reader` to torch's own classes, and
-by `check_index` to placeholders, so that whoever verifies a checkpoint without torch finds what a
-restore would stumble over.
+It is a pickle. Only the globals listed here are resolved: by `reader` to torch's own classes, and
+by `check_index` to placeholders, so verifying a checkpoint without torch finds what a restore would
+stumble over.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ _DTYPES: Final = frozenset(
 class IndexUnpickler(pickle.Unpickler):
     """Resolves DCP's metadata classes, torch.Size, dtypes and layouts; nothing else.
 
-    Args:
-        raw: the pickle.
-        resolve: module and name of an allowed global -> what stands for it.
+    `resolve`: module and name of an allowed global -> its stand-in.
     """
 
     def __init__(self, raw: bytes, resolve: Callable[[str, str], Any]) -> None:
@@ -69,7 +67,7 @@ class IndexUnpickler(pickle.Unpickler):
         self._resolve = resolve
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return what stands for an allowed global.
+        """Return the stand-in of an allowed global.
 
         Raises:
             pickle.UnpicklingError: the pickle asks for anything else.
@@ -82,27 +80,21 @@ class IndexUnpickler(pickle.Unpickler):
         raise _no_place(*asked)
 
     def _member(self, owner: object, name: str) -> Any:
-        """Return a member of the one enumeration there is; stands for `getattr`.
+        """Return a member of the one allowed enumeration; stands in for `getattr`.
 
         Python 3.11.2 pickles a member as getattr(class, name), others as class(value).
         """
         enumeration: type[Enum] = self._resolve(*_MEMORY_FORMAT)
-        if owner is not enumeration or not (
-            isinstance(name, str) and name in enumeration.__members__
-        ):
-            raise _no_place(*_GETATTR)
-        return enumeration[name]
+        if owner is enumeration and isinstance(name, str) and name in enumeration.__members__:
+            return enumeration[name]
+        raise _no_place(*_GETATTR)
 
 
 def check_index(raw: bytes, files: Mapping[str, FileEntry]) -> None:
-    """Read `.metadata` as a restore does, without torch: can it be read, are its parts there?
-
-    Args:
-        raw: its bytes, whose digest has been found right.
-        files: of the checkpoint, by name.
+    """Read `.metadata`, whose digest is right, as a restore does, without torch.
 
     Raises:
-        DamagedError: a restore would fail.
+        DamagedError: a restore would fail: it cannot be read, or a part is not in `files`.
     """
     try:
         index = IndexUnpickler(raw, _stand_in).load()
@@ -127,7 +119,7 @@ def check_index(raw: bytes, files: Mapping[str, FileEntry]) -> None:
 
 
 class _Some(dict[str, Any]):
-    """Stands for an object of torch's: what it was made of is taken and not looked at."""
+    """Stands in for an object of torch: keeps its state, unread."""
 
     def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls)

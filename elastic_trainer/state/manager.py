@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +32,6 @@ from elastic_trainer.state.restore import agreed_board, restore, restore_from
 from elastic_trainer.state.save import WritePoint
 from elastic_trainer.state.saver import CheckpointPolicy, Saver
 from elastic_trainer.state.state import State
-from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.progress import ApiError
 from elastic_trainer.worker.rank_grid import RankGrid
 
@@ -43,15 +41,9 @@ def unsaved_s(
 ) -> float:
     """Return for how long, in seconds, nothing was saved while the job ran.
 
-    A job that fails more often than every `every_s` seconds would never save if each epoch
-    counted anew. The shorter of two times holds: since the newest commit, by the clocks of two
-    machines that may differ, and since this node's agent began.
-
-    Args:
-        now_unix: seconds since 1970, by this machine.
-        now_mono: monotonic seconds of this machine.
-        committed_unix: when the newest commit was made, by its writer; None: unknown, or never.
-        since_mono: when this node's agent started, by the same monotonic clock; None: unknown.
+    A job that fails more often than every `every_s` seconds would never save if each epoch counted
+    from 0. The shorter of two times counts: since the newest commit, by the clocks of two machines
+    that may differ, and since this node's agent started, by the monotonic clock. None: unknown.
     """
     times = []
     if committed_unix is not None:
@@ -62,33 +54,17 @@ def unsaved_s(
 
 
 _MEMORY_WAIT_S = 10.0
-"""For the copies of a snapshot, when leaving; then storage has to do."""
+"""For the copies of a snapshot, when leaving; then storage is used."""
 
 
-class CheckpointManager:
+class CheckpointManager(Saver):
     """Keeps and restores the state, in memory and in `checkpoint.dir`; one per worker.
 
-    Every rank makes one at the same place, since it makes process groups: saves
-    run on those in a thread, beside the training's own collectives. Methods
-    named collective are called by all ranks at the same step.
+    All ranks call collective methods at the same step. A failed save is an event, never an
+    exception: training continues and the newest good checkpoint stays.
 
-    A failed save is an event, never an exception: training continues and the newest
-    good checkpoint stays.
-
-    Args:
-        policy: the job and the epoch.
-        board: where commits count; only rank 0 touches it.
-        events: record of this worker; only rank 0 writes about checkpoints.
-        device: of the model.
-        ranks: of the thread that trains.
-        state: what is kept.
-        memory: the memory tier; None for storage only.
-        since_mono: when this node's agent started; None: unknown.
-        at: write points for fault injection.
-        group: of all ranks, for saves and restores; None: one is made.
-
-    Raises:
-        CheckpointError: HF204, the directory cannot be written.
+    `memory` None: storage only. `since_mono`: when this node's agent started; None: unknown. For
+    the other arguments see Saver.
     """
 
     def __init__(
@@ -106,55 +82,40 @@ class CheckpointManager:
         mono: Callable[[], float] = time.monotonic,
         group: Collective | None = None,
     ) -> None:
-        self._policy, self._board, self._events = policy, board, events.apart("checkpoints")
-        self._ranks, self._mono = ranks, mono
-        self._storage = CheckpointStorage(Path(policy.section.dir))
-        self._rank = ranks.rank
-        self._storage.check_writable(probe=self._rank == 0)
-        self._state, self._closed = state, False
-        self._begun, self._closing = threading.Event(), threading.Event()
-        self._saver = Saver(
-            policy,
-            self._storage,
-            board,
-            device,
-            ranks=ranks,
-            state=state,
-            emit=self._emit,
-            at=at,
-            mono=mono,
-            group=group,
+        super().__init__(
+            policy, board, events, device, ranks=ranks, state=state, at=at, mono=mono, group=group
         )
-        self._group = self._saver.group
+        self._rank = ranks.rank
+        self._begun, self._closing = threading.Event(), threading.Event()
         self._last_due_mono: float | None = None
         self._since_mono = since_mono
         self.memory = memory
         self._allows: Callable[[int, int], bool] = BoardState().allows
         self.record = AnomalyRecord()
-        """What `restore` found on the board: steps to pass over, states not to use."""
+        """The board's, once restored: steps to pass over, states not to use."""
         self.committed_steps: frozenset[int] = frozenset()
-        """Those of the run's own that `restore` found on the board."""
+        """The run's own on the board, once restored."""
         self._unusable = 0
         """Newest step of which memory has only a part."""
         self.restored_from: str | None = None
-        """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
+        """`memory`, `storage`, or `RUN@STEP` of another run; None: nothing was restored."""
         self.training = Training(name=policy.training)
-        """Which one of the run `restore` found this to be."""
+        """The run's training, as `restore` found it."""
 
     def restore(self) -> int | None:
         """Load the newest valid state of the training in place; collective.
 
-        From memory when that is at least as new as storage. The run's own; before it has
-        one, the checkpoint it starts from. Of a training that is finished its last state, which
-        changes nothing about where the epoch begins.
+        From memory when that is at least as new as storage. The run's own state; before it has one,
+        the checkpoint it starts from. A finished training's last state does not change where the
+        epoch begins.
 
         Returns:
-            Its step; None when there is neither.
+            Its step; None without any state.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
             BoardAwayError: the board does not answer.
-            ApiError: HF538, it cannot be told which training this is.
+            ApiError: HF538, it is unclear which training this is.
         """
         self._unusable = 0
         board = agreed_board(self._board, self._group, epoch=self._policy.epoch)
@@ -176,8 +137,8 @@ class CheckpointManager:
         return step
 
     def _begin(self, origin: Origin) -> None:
-        """Have it put on the board where the epoch began: before that, no state of it counts."""
-        self._saver.origin = origin
+        """Put on the board where the epoch began: before that, no state of it counts."""
+        self._origin = origin
         if self._rank == 0:
             if self.memory is not None:
                 self.memory.wait_for(self._begun.is_set)
@@ -186,7 +147,7 @@ class CheckpointManager:
             ).start()
 
     def _put_on_board(self, origin: Origin) -> None:
-        """Body of the thread. Nothing counts any more once a newer epoch is published."""
+        """Put `origin` there, in a thread; useless once a newer epoch is published."""
         change = partial(with_origin, origin=origin, training=self.training)
         while not self._closing.is_set():
             with contextlib.suppress(OSError, BoardBusyError):
@@ -270,22 +231,21 @@ class CheckpointManager:
     def snapshot(self, step: int) -> None:
         """Copy the state after `step` into memory, when that is due; collective.
 
-        What is on a device is still being copied on return: `before_update` goes before anything
-        that writes to it. Its copy on another node follows in a thread; `votes` and `agreed`
-        commit it. The first call has the buffers of later checkpoints made: by then the recovery
-        is over.
+        The copy from a device continues after the return: call `before_update` before anything
+        writes to it. A thread then copies it to another node; `votes` and `agreed` commit it. The
+        first call has the buffers of later checkpoints made: by then the recovery is over.
         """
-        self._saver.warm(step)
+        self._warm(step)
         if self.memory is not None and self.memory.due(step):
             self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
 
     def before_update(self) -> None:
-        """Have the current stream wait until the last snapshot has been copied from the device."""
+        """Have the current stream wait until the last snapshot has left the device."""
         if self.memory is not None:
             self.memory.before_update()
 
     def votes(self) -> tuple[float, float, float]:
-        """Return what this rank adds to the step's all-reduce about the snapshot under way."""
+        """Return this rank's part of the step's all-reduce about the snapshot under way."""
         return (0.0, 0.0, 0.0) if self.memory is None else self.memory.votes()
 
     def agreed(self, copied: float, failed: float, unready: float) -> int | None:
@@ -300,15 +260,15 @@ class CheckpointManager:
         return step
 
     def keep_in_memory(self, step: int) -> bool:
-        """Have the state after `step` committed in memory before leaving; collective.
+        """Commit the state after `step` in memory before leaving; collective.
 
         Returns:
-            Whether it is, on all ranks alike. Otherwise storage has to do.
+            Whether it is committed, on all ranks alike. Otherwise storage is used.
         """
         memory = self.memory
         if memory is None or memory.gave_up:
             return False
-        # The one under way; one that only finds the images' memory; then this step's own.
+        # The one under way; one that only makes the images; then this step's.
         for _ in range(3):
             if memory.committed_step == step:
                 return True
@@ -346,19 +306,8 @@ class CheckpointManager:
             time.time(), now_mono, committed_unix=committed_unix, since_mono=self._since_mono
         )
 
-    def save(self, step: int, *, wait: bool) -> bool:
-        """Save the state after `step`; collective.
-
-        Without `wait` it returns as soon as the state is staged, and is skipped
-        when the save before is still under way. With `wait` it first waits for that.
-
-        Returns:
-            Whether the save was started, or, with `wait`, whether it is committed.
-        """
-        return self._saver.save(step, wait=wait)
-
     def finish(self, step: int) -> bool:
-        """Have the checkpoint of `step` kept as the last of the training; collective.
+        """Mark the checkpoint of `step` as the last of the training; collective.
 
         Returns:
             Whether it is. Otherwise the training is not finished, which is an event.
@@ -375,53 +324,22 @@ class CheckpointManager:
             return False
         return True
 
-    @property
-    def saving(self) -> int | None:
-        """Step of a save that may be under way, until `poll` has seen its end."""
-        return self._saver.saving
-
-    def wait(self) -> int | None:
-        """Wait for the save under way; then as `poll`."""
-        return self._saver.wait()
-
-    def wait_warm(self, timeout_s: float) -> None:
-        """Wait until the buffers that `snapshot` has begun to make are there; for benchmarks."""
-        self._saver.wait_warm(timeout_s)
-
-    def poll(self) -> int | None:
-        """Return the step of a save that has been committed since the last call, if any.
-
-        Cheap; called after every step.
-        """
-        return self._saver.poll()
-
     def close(self) -> None:
-        """Give what is under way a few seconds, then leave it behind. Never blocks for long."""
+        """Give saves and snapshots under way a few seconds, then leave them behind."""
         self._closing.set()
         if self.memory is not None:
             self.memory.close()
-        self._saver.close()
-        self._closed = True
-        self._events.close()
-
-    def _emit(self, event: str, step: int | None, **fields: Any) -> None:
-        if self._rank == 0 and not self._closed:
-            self._events.emit(event, step=step, epoch=self._policy.epoch, **fields)
+        super().close()
 
 
 def training_of(trainings: Sequence[Training], name: str, number: int) -> Training:
     """Return the training that the run knows by `name`, or the one that it begins now.
 
-    A name that is not known begins a training only after all that are known: before them it
-    would be another one than last time.
-
-    Args:
-        trainings: of the run so far.
-        name: what the script calls it.
-        number: of the start in this process, from 1.
+    An unknown name begins a training only after all known ones: before them it would be another one
+    than last time. `number` is the start's in this process, from 1.
 
     Raises:
-        ApiError: HF538, it cannot be told which one is meant.
+        ApiError: HF538, it is unclear which one is meant.
     """
     for known in trainings:
         if known.name == name:

@@ -1,13 +1,14 @@
 """The memory tier of one worker: a snapshot each step, copied to another node, committed by vote.
 
-Step k is committed when every rank's image and its copy are acknowledged; ranks learn that in
-the all-reduce of a later step. One snapshot at a time is under way, and it never goes where the
-committed one lies, so that there is always a whole one.
+Step k is committed when every rank's image and its copy are acknowledged; ranks learn that in the
+all-reduce of a later step. One snapshot at a time is under way, and it never overwrites the
+committed one, so one image is always whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -49,15 +50,9 @@ from elastic_trainer.worker.secret import Badge, authenticate, load_secret
 
 
 class ImageWriter:
-    """This worker's images of one epoch. What a rank holds must not change within it.
+    """This worker's images of one epoch, within which the tensors a rank holds must not change.
 
-    Args:
-        directory: the agent's, in memory.
-        epoch: of this worker.
-        rank: of this worker.
-        num_ranks: of the epoch.
-        shard: which part of the state it holds, of how many parts.
-        offload: from the device of the tensors.
+    `shard`: which part of the state the rank holds, of how many parts.
     """
 
     def __init__(
@@ -75,28 +70,20 @@ class ImageWriter:
         self._parts: tuple[Part, ...] = ()
         self._images: dict[int, Image] = {}
         self._pinned: list[int] = []
-        """Where images begin that are."""
+        """Addresses of pinned images."""
         self._views: dict[int, list[Tensor]] = {}
         self._index = b""
         self._payload_bytes = 0
 
-    @property
-    def size_bytes(self) -> int:
-        """Of one image; 0 before the first."""
-        return self._header(0).total_bytes if self._index else 0
-
     def stage(self, live: NamedTensors, step: int, slot: int) -> tuple[Image, Header, CopyEnd]:
         """Copy `live`, the state after `step`, into the image of `slot`.
 
-        The image is torn until the header that is returned has been sealed, which may be done
-        in a thread once the copy has ended. Until then what is on a device must be kept, and
-        must not be written to; what is on the host has been copied.
-
-        Returns:
-            The image, its header, and the end of the copy.
+        The image is torn until the returned header has been sealed, which a thread may do once the
+        copy has ended. Until then tensors on a device must be neither freed nor written to; tensors
+        on the host have been copied.
 
         Raises:
-            NoRoomError, OSError: there is no memory for it.
+            NoRoomError, OSError: not enough memory.
         """
         flat = flat_names(live)
         self.plan(live)
@@ -106,18 +93,16 @@ class ImageWriter:
         return image, self._header(step), self._offload.copy(self._views[slot], sources)
 
     def plan(self, live: NamedTensors) -> int:
-        """Lay out the images of tensors like `live`; return how many bytes one has."""
+        """Lay out the images of tensors like `live`; return the bytes of one."""
         if not self._parts:
             self._plan(flat_names(live))
-        return self.size_bytes
+        return self._header(0).total_bytes
 
     def warm(self, stop: threading.Event) -> None:
-        """Make both images and have the kernel give them their pages, once planned.
-
-        For a thread, while nothing else is asked of this writer.
+        """Make both images and have the kernel give them their pages, in a thread, once planned.
 
         Raises:
-            NoRoomError, OSError: there is no memory for them.
+            NoRoomError, OSError: not enough memory.
         """
         for slot in range(NUM_SLOTS):
             if slot not in self._images and not stop.is_set():
@@ -125,7 +110,7 @@ class ImageWriter:
                 fault_in(torch.frombuffer(self._make(slot).map, dtype=torch.uint8, offset=at), stop)
 
     def commit(self, slot: int) -> None:
-        """Note in the image of `slot` that its step is committed."""
+        """Mark the step in the image of `slot` as committed."""
         self._images[slot].commit()
 
     def close(self) -> None:
@@ -196,10 +181,9 @@ class ImageWriter:
 
 
 def view_of(image: Image, payload_at: int, part: Part) -> Tensor:
-    """Return the part's tensor in the image's own memory."""
-    flat = torch.frombuffer(
-        image.map, dtype=getattr(torch, part.dtype), count=part.numel, offset=payload_at + part.at
-    )
+    """Return the part's tensor, in the image's memory."""
+    dtype, count = getattr(torch, part.dtype), math.prod(part.sizes)
+    flat = torch.frombuffer(image.map, dtype=dtype, count=count, offset=payload_at + part.at)
     return flat.view(part.sizes)
 
 
@@ -208,13 +192,10 @@ READY_POLL_S: Final = 0.02
 GIVE_UP_AFTER: Final = 3
 """Failed snapshots in a row after which an epoch makes do with storage."""
 
-Emit = Callable[..., None]
-"""`emit(event, step, **fields)`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperPlace:
-    """Where a worker's node keeps snapshots, and who else does."""
+    """Where a worker's node keeps snapshots, and the other nodes that do."""
 
     directory: Path
     node: str
@@ -222,25 +203,32 @@ class KeeperPlace:
     workers: int
     """Per node."""
     members: tuple[KeeperAddress, ...]
-    """Of the epoch, in rank order."""
+    """In rank order."""
     spares: tuple[KeeperAddress, ...]
     authenticate: Authenticate
-    """Proves this worker and a keeper to each other."""
     image_key: bytes
-    """Of the run's images."""
     left: tuple[KeeperAddress, ...] = ()
-    """Nodes that have left the job, and serve what they hold until this epoch has committed."""
+    """Nodes that have left the job, and serve their images until this epoch has committed."""
+
+    @property
+    def keepers(self) -> tuple[KeeperAddress, ...]:
+        """Members, then spares."""
+        return (*self.members, *self.spares)
+
+    @property
+    def machines(self) -> list[str]:
+        """The machine of each keeper."""
+        return [keeper.machine or keeper.node for keeper in self.keepers]
 
     @property
     def apart(self) -> list[str]:
-        """What each member's and spare's copies must not share with it: see `kept_apart`."""
-        keepers = (*self.members, *self.spares)
-        machines = [keeper.machine or keeper.node for keeper in keepers]
-        return kept_apart(machines, [keeper.domain for keeper in keepers], len(self.members))
+        """What each keeper's copies must not share with it: see `kept_apart`."""
+        domains = [keeper.domain for keeper in self.keepers]
+        return kept_apart(self.machines, domains, len(self.members))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> KeeperPlace | None:
-        """Read what the agent has set; None when it keeps no snapshots."""
+        """Read the agent's settings; None when it keeps no snapshots."""
         if not (directory := env.get("HOLDFAST_SNAPSHOTS")):
             return None
         secret = load_secret(Path(env["HOLDFAST_SECRET_DIR"]))
@@ -263,14 +251,14 @@ class KeeperPlace:
 
 @dataclass(slots=True)
 class _Pending:
-    """A snapshot under way. The thread fills in how it ended."""
+    """A snapshot under way; its thread fills in the end."""
 
     step: int
     slot: int
     done: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
     unready: bool = False
-    """Nothing is written: this worker only makes its images."""
+    """This worker only makes its images."""
     copying: CopyEnd = HOST
     live: NamedTensors | None = None
     """Kept until it has been copied."""
@@ -279,18 +267,11 @@ class _Pending:
 class MemoryTier:
     """Takes snapshots of this worker; one per worker and epoch.
 
-    All ranks call `take` at the same steps and `agreed` with the same sums, so that all know
-    the same committed step.
+    All ranks call `take` at the same steps and `agreed` with the same sums, so all know the same
+    committed step.
 
-    Args:
-        place: of this worker's node.
-        layout: of the epoch.
-        rank: of this worker.
-        epoch: of membership.
-        every_steps: snapshot each multiple of it; 0: never.
-        emit: writes an event, on rank 0.
-        ready: whether the ledger, without which nobody may continue from a step, is written.
-        offload: from the device of the state.
+    `every_steps`: snapshot each multiple of it; 0: never. `emit(event, step, **fields)` counts on
+    rank 0. `ready`: whether the ledger, without which nobody may continue from a step, is written.
     """
 
     def __init__(
@@ -301,7 +282,7 @@ class MemoryTier:
         rank: int,
         epoch: int,
         every_steps: int,
-        emit: Emit,
+        emit: Callable[..., None],
         ready: Callable[[], bool] = lambda: True,
         offload: Offload = HOST,
     ) -> None:
@@ -317,11 +298,9 @@ class MemoryTier:
             shard=self.shard,
             offload=offload,
         )
-        keepers = (*place.members, *place.spares)
-        machines = [keeper.machine or keeper.node for keeper in keepers]
         keeper = copy_node(layout, rank, place.workers, place.apart)
-        self._keeper = None if keeper is None else keepers[keeper]
-        if rank == 0 and every_steps and on_one_machine(machines):
+        self._keeper = None if keeper is None else place.keepers[keeper]
+        if rank == 0 and every_steps and on_one_machine(machines := place.machines):
             emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
@@ -329,24 +308,24 @@ class MemoryTier:
         self._thread: threading.Thread | None = None
         self._committed_slot = NUM_SLOTS - 1
         self.committed_step: int | None = None
-        """Newest step that is committed in this epoch."""
+        """Newest committed step of this epoch."""
         self._warmed = False
         self._stop = threading.Event()
         self._failures = 0
         self._skipped = 0
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Have snapshots of this rank count only once `ready` is true too."""
+        """Count snapshots of this rank only once `ready` is true too."""
         before = self._ready
         self._ready = lambda: before() and ready()
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot is to be taken after `step`."""
+        """Return whether to take a snapshot after `step`."""
         return self._every_steps > 0 and step % self._every_steps == 0 and not self.gave_up
 
     @property
     def gave_up(self) -> bool:
-        """Whether this epoch makes do with storage."""
+        """Whether this epoch relies on storage alone."""
         return self._failures >= GIVE_UP_AFTER
 
     @property
@@ -355,28 +334,22 @@ class MemoryTier:
         return self._pending is not None
 
     def take(self, live: NamedTensors, step: int) -> bool:
-        """Copy `live`, the state after `step`; digest and copy it to another node in a thread.
+        """Copy `live`, the state after `step`, and digest and send it to another node in a thread.
 
-        What is on a device is still being copied on return: see `before_update`.
+        The copy from a device continues after the return: see `before_update`. All ranks skip the
+        snapshot while the one before is not committed: copies take longer than steps then.
 
-        Skipped, on every rank alike, while the one before is not committed: copies take
-        longer than steps then, and fewer steps are kept.
-
-        The first time, a worker whose images are large only has them made, in a thread: the
-        training would wait longer for their pages than for all of the copying. It says so by
-        its vote, and the next snapshot is a whole one.
+        A worker with large images only makes them the first time, in a thread: the training would
+        wait longer for their pages than for all of the copying. Its vote says so, and the next
+        snapshot is whole.
 
         Returns:
             Whether `live` was copied.
         """
-        if self._pending is not None and self._pending.unready:
-            return False
-        if self._pending is not None:
-            self._skipped += 1
-            if self._skipped & (self._skipped - 1) == 0:  # said at 1, 2, 4, 8 ...
-                self._emit(
-                    "snapshot.skipped", step, pending=self._pending.step, times=self._skipped
-                )
+        if (before := self._pending) is not None:
+            self._skipped += not before.unready
+            if not before.unready and self._skipped.bit_count() == 1:  # said at 1, 2, 4, 8 ...
+                self._emit("snapshot.skipped", step, pending=before.step, times=self._skipped)
             return False
         pending = self._pending = _Pending(step, 1 - self._committed_slot)
         if self._thread is not None and self._thread.is_alive():
@@ -404,19 +377,16 @@ class MemoryTier:
         return True
 
     def before_update(self) -> None:
-        """Have the current stream wait until what `take` was last given has been copied.
+        """Have the current stream, not the host, wait for the end of the last `take`'s copy.
 
-        Called before anything writes to it. The host does not wait.
+        Called before anything writes to the tensors that `take` was given.
         """
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
 
     def votes(self) -> tuple[float, float, float]:
-        """Return what this rank adds to the step's all-reduce.
-
-        Its copy is there; it failed; it has written none but could now.
-        """
+        """Return this rank's part of the step's all-reduce: copied, failed, not yet written."""
         pending = self._pending
         if pending is None or not pending.done.is_set():
             return 0.0, 0.0, 0.0
@@ -455,7 +425,7 @@ class MemoryTier:
             self._pending.done.wait(timeout_s)
 
     def free_spares(self) -> None:
-        """Tell nodes that run no workers that older epochs' images are no longer needed."""
+        """Tell nodes without workers that older epochs' images are no longer needed."""
         for spare in (*self.place.spares, *self.place.left):
             if spare.port:
                 try:
@@ -465,7 +435,7 @@ class MemoryTier:
                     self._emit("snapshot.failed", self.committed_step, reason=str(error))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Give the snapshot under way a moment; then leave what is there to the next epoch."""
+        """Give the snapshot under way a moment; leave the images to the next epoch."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -475,7 +445,7 @@ class MemoryTier:
             self._writer.close()
 
     def _warm(self, pending: _Pending) -> None:
-        """Body of the thread that makes the images."""
+        """Make the images, in a thread."""
         error: str | None = None
         try:
             self._writer.warm(self._stop)
@@ -484,10 +454,10 @@ class MemoryTier:
         self._end(pending, error)
 
     def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
-        """Body of the thread: wait for the copy from the device, digest, copy to the other node.
+        """Wait for the copy from the device, digest, and copy to the other node; in a thread.
 
-        An image that can be taken says that this rank has completed the step, ledger and all:
-        a restore may continue from a step that was not committed yet.
+        A sealed image says that this rank has completed the step, ledger and all: a restore may
+        continue from a step that was not committed yet.
         """
         error: str | None = None
         try:
@@ -517,7 +487,7 @@ class MemoryTier:
             self._link.put(header, slot, body)
 
     def _connect(self, keeper: KeeperAddress) -> PeerLink:
-        """Connect by the link whose turn it is, so that a node's workers use all that it has."""
+        """Connect by the link whose turn it is, so that a node's workers use all its links."""
         link = PeerLink(keeper, self.place.authenticate)
         if not (links := link.links()):
             return link

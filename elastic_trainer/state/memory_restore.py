@@ -1,4 +1,4 @@
-"""Restore from memory: all ranks agree on the newest snapshot that is whole, and read it.
+"""Restore from memory: all ranks agree on the newest whole snapshot, and read it.
 
 They agree by flags, a few bytes a rank; no rank knows what all others hold.
 """
@@ -62,9 +62,9 @@ from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
 from elastic_trainer.state.state import LocatingReader, State
 
 ALL_KNOW = 64
-"""Up to so many ranks, all get all rows, some 100 kB of each: every collective takes time."""
+"""Largest group in which all ranks get all rows, 100 kB of each: every collective takes time."""
 ROOM_FOR: Final = 5
-"""Images that must fit where one is copied again: the new epoch's two and two copies come yet."""
+"""Images that must fit where one is copied again: the new epoch's two and two copies follow."""
 
 Skip = Callable[[int, str], None]
 """`skip(step, reason)`: why a newer snapshot is not used."""
@@ -77,7 +77,7 @@ Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 class MemoryReader(LocatingReader):
     """Reads one snapshot. Making it is collective.
 
-    `found`: images of the snapshot that this rank has verified; each by one rank.
+    `found`: the images of the snapshot that this rank has verified; each is verified by one rank.
     """
 
     def __init__(self, found: Found, place: KeeperPlace, group: Collective) -> None:
@@ -109,7 +109,7 @@ class MemoryReader(LocatingReader):
         return False
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return DCP's index of the snapshot: all tensors, and the parts that were located."""
+        """Return DCP's index of the snapshot: all tensors, and the parts located so far."""
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         for _holding, part in self._where.values():
             chunks[part.name].append(
@@ -127,7 +127,7 @@ class MemoryReader(LocatingReader):
         )
 
     def locate(self, target: Mapping[str, Tensor]) -> Metadata:
-        """See LocatingReader: parts that this node holds just so need no question."""
+        """See LocatingReader; parts that this node holds need no question."""
         boxes: list[Box] = []
         questions: dict[int, bytes] = {}
 
@@ -173,7 +173,7 @@ class MemoryReader(LocatingReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for: from own memory by a copy, from others over TCP."""
+        """Fill the plan's tensors: from this node's memory by a copy, from others over TCP."""
         by_holding: dict[tuple[str, str], tuple[Holding, list[ByteSpan]]] = {}
         for item in plan.items:
             index = item.storage_index
@@ -197,9 +197,9 @@ class MemoryReader(LocatingReader):
         self._images.clear()
 
     def _boxes(self, target: Mapping[str, Tensor]) -> list[Box]:
-        """Return what this rank needs; nothing of a tensor of which it holds no element."""
+        """Return the boxes that this rank needs."""
         chunks: dict[Any, list[ChunkStorageMetadata]] = {}
-        """Moments lie as their parameter does, and DCP takes its time to say how."""
+        """Moments are placed like their parameter, and DCP is slow to say how."""
         boxes = []
         for name, tensor in target.items():
             whole = self._tensors.get(name)
@@ -218,7 +218,7 @@ class MemoryReader(LocatingReader):
         return [box for box in boxes if 0 not in box.sizes]
 
     def _known(self, box: Box) -> list[Source]:
-        """Return where `box` lies, when that needs no question."""
+        """Return where `box` is, when that needs no question."""
         if box in self._here:
             return [self._here[box]]
         few = self._tensors[box.name].sources
@@ -268,13 +268,13 @@ def span_of(item: ReadItem, sizes: Sequence[int], dtype: torch.dtype, at: int) -
 
 
 class Restored(NamedTuple):
-    """What was loaded."""
+    """The loaded state."""
 
     step: int
     epoch: int
-    """Which wrote it."""
+    """That wrote it."""
     singles: tuple[Single, ...]
-    """Images that this rank is to copy again: `copy_again`."""
+    """Images for this rank to `copy_again`."""
 
 
 def restore_from_memory(
@@ -288,16 +288,11 @@ def restore_from_memory(
 ) -> Restored | None:
     """Load the newest whole snapshot in place; collective.
 
-    Args:
-        state: whose values are overwritten.
-        place: where this worker's node keeps snapshots.
-        group: of all ranks.
-        at_least: older snapshots are not wanted: storage has this step.
-        allows: `allows(epoch, step)`: whether that state may be used.
-        on_skip: hears of snapshots that are not whole or cannot be read.
+    Snapshots older than `at_least`, which storage has, are not wanted. `allows(epoch, step)` says
+    whether a state may be used. `on_skip` hears of snapshots that are not whole or cannot be read.
 
     Returns:
-        None when memory has nothing.
+        None when memory holds no such snapshot.
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
@@ -334,7 +329,7 @@ def _agreed_keys(
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
     """Yield the (step, epoch) of which any node has images, and its extent, newest first.
 
-    Collective. Whoever has images of the newest has none of a newer one: its extent is theirs.
+    Collective. A rank with images of the newest has none of a newer one: its extent counts.
     """
     mine = newest_first(holdings)
     while True:
@@ -349,10 +344,10 @@ def _agreed_keys(
 
 
 def _keep_only(place: KeeperPlace, key: tuple[int, int]) -> None:
-    """Free what nobody needs any more before the new epoch's images come on top.
+    """Free the images that are no longer needed, before the new epoch's are made.
 
-    What is kept counts as committed: every rank had completed the step, as `everybody_got_there`
-    found. With a node that is lost before the new epoch commits, the last sign of that may go.
+    The kept ones count as committed: `everybody_got_there` found that every rank had completed the
+    step. A node lost before the new epoch commits may take the last sign of that with it.
     """
     if place.local_rank != 0:
         return
@@ -374,15 +369,15 @@ def _keep_only(place: KeeperPlace, key: tuple[int, int]) -> None:
 def _singles(
     found: Found, num_shards: int, place: KeeperPlace, group: Collective
 ) -> Iterator[Single]:
-    """Yield those of `found` that are on one machine only, and where to copy them; collective.
+    """Yield images of `found` that only one machine has, and where to copy them; collective.
 
-    Until the new epoch has committed a snapshot, the loss of that machine would lose the state.
-    Of the ranks that found a shard the last one copies it: two would write one file at once.
-    It also waits for all ranks to have dropped other snapshots, torn ones among them.
+    Until the new epoch has committed a snapshot, the loss of that machine would lose the state. Of
+    the ranks that found a shard the last one copies it: two would write one file at once. It also
+    waits for all ranks to have dropped other snapshots, torn ones among them.
     """
-    keepers = (*place.members, *place.spares)
+    keepers = place.keepers
     first: dict[str, int] = {}
-    """Machine, or failure domain -> its first node, by which it is called here."""
+    """Machine, or failure domain -> its first node, which names it here."""
     at = {
         peer.node: first.setdefault(where, i)
         for i, (peer, where) in enumerate(zip(keepers, place.apart, strict=True))
@@ -409,9 +404,9 @@ def _singles(
 
 
 def copy_again(singles: Iterable[Single], place: KeeperPlace) -> int:
-    """Copy images that one machine holds to another; return how many it did.
+    """Copy images that only one machine holds to another; return how many were copied.
 
-    Those that nobody has room or an answer for stay as they are: the next commit replaces them.
+    An image that no node has room or an answer for is left: the next commit replaces it.
     """
     copied = 0
     for holding, parts, to in singles:
@@ -419,7 +414,7 @@ def copy_again(singles: Iterable[Single], place: KeeperPlace) -> int:
         assert parsed is not None, holding.file
         try:
             with _body(holding, parts, place) as body, PeerLink(to, place.authenticate) as link:
-                # As where it was restored from, see `_keep_only`.
+                # Committed like the image it was restored from: see `_keep_only`.
                 link.put(holding.header, parsed[3], body, times=ROOM_FOR, committed=True)
             copied += 1
         except (OSError, TornImageError, PeerError) as error:
@@ -429,7 +424,7 @@ def copy_again(singles: Iterable[Single], place: KeeperPlace) -> int:
 
 @contextlib.contextmanager
 def _body(holding: Holding, parts: tuple[Part, ...], place: KeeperPlace) -> Iterator[memoryview]:
-    """Give all of an image that follows its header's page."""
+    """Give the bytes of an image that follow its header's page."""
     header = holding.header
     if holding.node == place.node:
         with (
@@ -453,7 +448,7 @@ def _load(reader: MemoryReader, state: State, step: int) -> None:
 
 
 def _survey(place: KeeperPlace, group: Collective) -> list[Holding]:
-    """Return what this rank looks at and verifies: its share of its node's images, and spares'."""
+    """Return the images that this rank verifies: its share of its node's and of spares'."""
     found: list[Holding] = []
     me = place.members[group.rank // place.workers]
     for path in sorted(place.directory.iterdir()):
@@ -461,7 +456,16 @@ def _survey(place: KeeperPlace, group: Collective) -> list[Holding]:
         if parsed is None or parsed[2] % place.workers != place.local_rank:
             continue
         with contextlib.suppress(OSError, TornImageError), _opened(place, path.name) as image:
-            found.append(_holding(me, path.name, image))
+            found.append(
+                Holding(
+                    header=image.header(),
+                    file=path.name,
+                    node=me.node,
+                    address=me.address,
+                    port=me.port,
+                    committed=image.committed,
+                )
+            )
     for spare in (*place.spares, *place.left)[group.rank :: group.world_size]:
         if spare.port:
             # One that is gone holds nothing: the agents see to it.
@@ -470,21 +474,10 @@ def _survey(place: KeeperPlace, group: Collective) -> list[Holding]:
     return found
 
 
-def _holding(me: KeeperAddress, file: str, image: Image) -> Holding:
-    return Holding(
-        header=image.header(),
-        file=file,
-        node=me.node,
-        address=me.address,
-        port=me.port,
-        committed=image.committed,
-    )
-
-
 def _verified(
     holdings: list[Holding], key: tuple[int, int], place: KeeperPlace, group: Collective
 ) -> Found:
-    """Return those images of `key` that this rank looked at and of which every byte is right."""
+    """Return the images of `key` that this rank looked at and found right."""
     found: Found = []
     mine = [holding for holding in holdings if holding.key == key]
     group.together(lambda: found.extend(good for h in mine for good in _verify(h, place)))
@@ -492,27 +485,20 @@ def _verified(
 
 
 def _verify(holding: Holding, place: KeeperPlace) -> Iterator[tuple[Holding, tuple[Part, ...]]]:
-    try:
+    with contextlib.suppress(OSError, TornImageError, PeerError):
+        # A damaged or lost image is not yielded; what is lacking in the end is reported.
         if holding.node == place.node:
             with _opened(place, holding.file) as image:
-                if image.verify(place.image_key) != holding.header:
-                    return
-                yield holding, image.index(holding.header)
+                if image.verify(place.image_key) == holding.header:
+                    yield holding, image.index(holding.header)
         else:
             with PeerLink(_peer(holding), place.authenticate) as link:
                 yield holding, link.verified_index(holding.file)
-    except (OSError, TornImageError, PeerError):
-        return  # damaged or gone; what is lacking in the end is said
 
 
 def _peer(holding: Holding) -> KeeperAddress:
     return KeeperAddress(node=holding.node, address=holding.address, port=holding.port)
 
 
-@contextlib.contextmanager
-def _opened(place: KeeperPlace, file: str) -> Iterator[Image]:
-    image = Image(place.directory / file)
-    try:
-        yield image
-    finally:
-        image.close()
+def _opened(place: KeeperPlace, file: str) -> contextlib.closing[Image]:
+    return contextlib.closing(Image(place.directory / file))

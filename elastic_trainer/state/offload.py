@@ -1,8 +1,8 @@
 """Copies from a device into host memory that the training does not wait for.
 
-On CUDA a copy into pinned memory runs on a stream of its own, by a copy engine. The next forward
-and backward pass run meanwhile: they only read what is copied. What writes to it, the optimizer's
-step, must have its stream wait for the end of the copy; the host does not wait.
+On CUDA a copy into pinned memory runs on its own stream, by a copy engine. The next forward and
+backward pass run meanwhile: they only read the source. The optimizer's step, which writes to it,
+must have its stream wait for the end of the copy; the host does not wait.
 """
 
 from __future__ import annotations
@@ -18,50 +18,33 @@ from torch import Tensor
 
 
 class CopyEnd(Protocol):
-    """The end of a copy, as a torch.cuda.Event that has been recorded."""
+    """The end of a copy, as a recorded torch.cuda.Event."""
 
     def wait(self) -> None:
-        """Have what is launched on the current stream from here on come after it."""
+        """Have later launches on the current stream come after it."""
 
     def synchronize(self) -> None:
         """Have the calling thread wait for it."""
 
 
-class Offload(Protocol):
-    """How tensors of one device come into host memory."""
+class Offload:
+    """Copies into host memory; here from the host itself, where a copy ends when it returns."""
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyEnd:
         """Copy each source into its target, after all that the current stream has.
 
-        Sources on the host are copied on return. Those on the device must neither be written to
-        nor be freed before the end.
+        Sources on the host are copied on return. Sources on the device must neither be written
+        to nor be freed before the end.
         """
-
-    def pin(self, address: int, num_bytes: int) -> bool:
-        """Make mapped memory known to the device; copies into other memory hold up the host.
-
-        Returns:
-            Whether the device took it.
-        """
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`, before the memory is unmapped; once all copies have ended."""
-
-
-class HostOffload:
-    """Of a device whose memory is the host's: a copy has ended when it returns."""
-
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyEnd:
-        """See Offload."""
         foreach_copy(targets, sources)
         return self
 
     def pin(self, address: int, num_bytes: int) -> bool:  # noqa: ARG002  nothing to do
-        """See Offload."""
+        """Pin mapped memory, without which copies hold up the host; return whether it worked."""
         return False
 
     def unpin(self, address: int) -> None:
-        """See Offload."""
+        """Undo `pin`, before the memory is unmapped and once all copies have ended."""
 
     def wait(self) -> None:
         """See CopyEnd."""
@@ -70,13 +53,8 @@ class HostOffload:
         """See CopyEnd."""
 
 
-class CudaOffload:
-    """Of a GPU: a stream for copies alone.
-
-    Args:
-        device: a CUDA device.
-        cuda: the module torch.cuda.
-    """
+class CudaOffload(Offload):
+    """Copies from a GPU, on a stream for copies alone. `cuda` is the module torch.cuda."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -93,22 +71,22 @@ class CudaOffload:
         return end
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """See Offload. It takes the pages too."""
+        """Pin mapped memory, which gives it its pages too."""
         with self._cuda.device(self._device):
             status = self._cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         return int(status) == 0  # cudaSuccess
 
     def unpin(self, address: int) -> None:
-        """See Offload."""
+        """Undo `pin`."""
         with self._cuda.device(self._device):
             self._cuda.cudart().cudaHostUnregister(address)
 
 
-HOST: Final = HostOffload()
+HOST: Final = Offload()
 
 
 def offload_of(device: torch.device) -> Offload:
-    """Return how tensors of `device` come into host memory."""
+    """Return the offload of tensors on `device`."""
     return CudaOffload(device) if device.type == "cuda" else HOST
 
 
@@ -138,11 +116,9 @@ _NICE: Final = 19
 
 
 def fault_in(buffer: Tensor, stop: threading.Event) -> None:
-    """Write one byte into each page of `buffer`, whose contents nobody needs yet.
+    """Write one byte into each page of `buffer`, a fresh contiguous tensor on the CPU.
 
-    Args:
-        buffer: contiguous, on the CPU, fresh.
-        stop: once it is set the rest is left.
+    Once `stop` is set the rest is left.
     """
     flat = buffer.reshape(-1).view(torch.uint8)
     for at in range(0, flat.numel(), _CHUNK_BYTES):

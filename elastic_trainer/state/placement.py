@@ -1,4 +1,4 @@
-"""Which part of the state a rank holds, and which node keeps the copy of it. Pure."""
+"""Which part of the state a rank holds, and which node keeps its copy. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from elastic_trainer.plan.layout import ParallelLayout
 
 
 def shard_of(layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """Return (which part of the state `rank` holds, how many parts there are).
+    """Return (which part of the state `rank` holds, how many parts the state has).
 
-    Replicas of HSDP hold the same part; without it every rank has a part of its own.
+    Replicas of HSDP hold the same part; without HSDP every rank has a different one.
     """
     here = layout.coordinate(rank)
     inside = dataclasses.replace(layout, dp=layout.dp_shard, dp_replicate=1)
@@ -20,15 +20,11 @@ def shard_of(layout: ParallelLayout, rank: int) -> tuple[int, int]:
 
 
 def kept_apart(machines: Sequence[str], domains: Sequence[str], num_members: int) -> list[str]:
-    """Return for each node what must not take it and its copy at once.
+    """Return, for each node, the unit that must not hold both it and its copy.
 
-    Its failure domain, where domains are known and none has more than half of the members: else
-    the others would have to keep more than they give away. Otherwise its machine.
-
-    Args:
-        machines: of members, then spares.
-        domains: of the same; empty: unknown, so that the machine is one of its own.
-        num_members: how many of them run workers.
+    The failure domain, where domains are known and none has more than half of the members: else the
+    others would keep more than they give away. Otherwise the machine. `machines` and `domains` are
+    of members, then spares; an unknown domain is empty, and its machine counts.
     """
     places = [domain or machine for domain, machine in zip(domains, machines, strict=True)]
     largest = max(Counter(places[:num_members]).values(), default=0)
@@ -38,21 +34,18 @@ def kept_apart(machines: Sequence[str], domains: Sequence[str], num_members: int
 def copy_node(
     layout: ParallelLayout, rank: int, workers: int, machines: Sequence[str]
 ) -> int | None:
-    """Return the node that keeps a copy of what `rank` holds: its index in `machines`.
+    """Return the node that keeps a copy of `rank`'s part: its index in `machines`.
 
-    On another machine wherever there is one; another dp replica's before any other, since what
-    takes a node often takes its neighbours in the same replica (a rack, a switch); a spare's only
-    where all members share a machine. Where everything is on one machine, nodes count as machines.
+    On another machine wherever possible; preferably another dp replica's, since what takes a node
+    often takes its neighbours in the same replica (a rack, a switch); a spare's only where all
+    members share a machine. Where everything is on one machine, nodes count as machines.
 
-    Args:
-        layout: of the epoch.
-        rank: whose state it is.
-        workers: per node; node i has ranks i * workers ... (i + 1) * workers - 1.
-        machines: of each node that keeps snapshots: the rung's in rank order, then spares.
+    Node i has ranks i * `workers` ... (i + 1) * `workers` - 1; `machines` are of the rung's nodes
+    in rank order, then of spares.
 
     Returns:
-        None when nothing is to be sent: a replica on another machine holds the same already, or
-        there is no other node.
+        None when nothing is to be sent: a replica on another machine holds the same, or this is the
+            only node.
     """
     num_nodes = layout.world_size // workers
     if num_nodes == 1:
@@ -79,13 +72,10 @@ def copy_node(
 
 
 def single_machine(seen: Sequence[int], num_machines: int) -> list[int | None]:
-    """Return for each shard the one machine that holds it, by its index; None: there are several.
+    """Return for each shard the only machine that holds it, by its index; None: several do.
 
-    -1: no machine of the epoch does, only nodes that have left.
-
-    Args:
-        seen: maxima of all ranks' `sightings`.
-        num_machines: as given there.
+    -1: no machine of the epoch does, only nodes that have left. `seen`: maxima of all ranks'
+    `sightings`.
     """
     half = len(seen) // 2
     last = [most - 1 for most in seen[:half]]
@@ -96,10 +86,7 @@ def single_machine(seen: Sequence[int], num_machines: int) -> list[int | None]:
 def sightings(held: Iterable[tuple[int, int]], num_shards: int, num_machines: int) -> list[int]:
     """Return numbers whose maxima over all ranks say which machines hold a shard: last, first.
 
-    Args:
-        held: (shard, index of the machine) of images that this rank knows of.
-        num_shards: of the snapshot.
-        num_machines: above all indices.
+    `held`: (shard, index of the machine, below `num_machines`) of images that this rank knows of.
     """
     seen = [0] * (2 * num_shards)
     for shard, machine in held:
@@ -109,14 +96,14 @@ def sightings(held: Iterable[tuple[int, int]], num_shards: int, num_machines: in
 
 
 def on_one_machine(machines: Sequence[str]) -> bool:
-    """Whether all these nodes share a machine, so that no copy outlives it."""
+    """Return whether all nodes share a machine, so that no copy outlives it."""
     return len(set(machines)) == 1 < len(machines)
 
 
 def _further_on(nodes: Sequence[int], index: int, machines: Sequence[str]) -> int | None:
-    """Return which of `nodes` keeps the copy of the one at `index`, on another machine.
+    """Return the node, on another machine, that keeps the copy of the one at `index`.
 
-    The nodes of a machine stand side by side in a circle, and everybody's keeper as many places
+    The nodes of a machine are side by side in a circle, and everybody's keeper as many places
     further on as the largest machine has nodes. So nobody's keeper is on its own machine, and
     everybody keeps as much as it gives away; None where a machine has more than half of them.
     """

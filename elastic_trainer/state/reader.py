@@ -20,8 +20,8 @@ from elastic_trainer.state.manifest import METADATA_NAME, FileEntry
 class CheckpointReader(FileSystemReader):
     """Reads one directory, whose `.metadata` has a known digest.
 
-    Whoever calls `read_data` has had the digests of the data files checked. DCP reads those
-    by `torch.load(weights_only=True)`; `.metadata` it would unpickle without any restriction.
+    The caller of `read_data` has had the digests of the data files checked. DCP reads those by
+    `torch.load(weights_only=True)`, but would unpickle `.metadata` without any restriction.
     """
 
     def __init__(self, path: Path, metadata: FileEntry) -> None:
@@ -33,8 +33,8 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the index of the data files.
 
-        The digest is taken of the very bytes that are unpickled, since another
-        rank's view of a shared file system may differ.
+        The digest is taken of the very bytes that are unpickled: another rank's view of a shared
+        file system may differ.
 
         Raises:
             DamagedError: the bytes are not those that were saved.
@@ -56,7 +56,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class _MappedEntry(io.RawIOBase):
-    """One entry of a mapped data file; DCP's own view of a file makes a system call a read."""
+    """One entry of a mapped data file; DCP's own view makes a system call for each read."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw, self._at = raw, 0
@@ -70,22 +70,22 @@ class _MappedEntry(io.RawIOBase):
         return len(part)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place in the entry and return it."""
+        """Move within the entry; return the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._raw)}[whence]
         self._at = base + offset
         return self._at
 
     def seekable(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
     def readable(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
 
 def read_index(raw: bytes) -> Metadata:
-    """Read DCP's `.metadata`, whose digest has been found right.
+    """Read DCP's `.metadata`, whose digest is right.
 
     Raises:
         DamagedError: it holds something else.

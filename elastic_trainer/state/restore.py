@@ -34,14 +34,14 @@ def restore(
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
-    """Load the newest valid one of `commits` in place; collective.
+    """Load the newest valid commit in place; collective.
 
     Returns:
-        What was loaded; None when there is no commit.
+        None without commits.
 
     Raises:
-        CheckpointError: HF301, there are commits and none can be used; HF303, the
-            data cursor does not fit the job.
+        CheckpointError: HF301, none of the commits can be used; HF303, the data cursor does not fit
+            the job.
     """
     skipped: list[str] = []
     for commit in reversed(commits):
@@ -72,12 +72,12 @@ def agreed_board(
 ) -> BoardState:
     """Return the board as rank 0 reads it, with the commits that may be used; collective.
 
-    An API server that restarts, or storage that fails over, is waited for: `BOARD_WAIT_S`. So is
-    a file system that shows an older board. This epoch was on the board before any worker of it
-    was started, and epochs before it commit no more: what shows `epoch` shows all they committed.
+    Waits up to `BOARD_WAIT_S` for an API server that restarts, storage that fails over, and a file
+    system that shows an older board: this epoch was on the board before any worker of it was
+    started, and epochs before it commit no more, so a board with `epoch` has all their commits.
 
     Raises:
-        CheckpointError: HF302, the board cannot be read, nor will it be.
+        CheckpointError: HF302, the board can never be read.
         BoardAwayError: it does not answer.
     """
     try:
@@ -104,8 +104,8 @@ def restore_from(
     """Load another run's checkpoint in place; collective.
 
     Raises:
-        CheckpointError: HF304, it cannot be used: never a silent start from nothing;
-            HF303, the data cursor does not fit the job.
+        CheckpointError: HF304, it cannot be used: never a silent start from nothing; HF303, the
+            data cursor does not fit the job.
     """
     commit = Commit(
         epoch=start.epoch,
@@ -145,11 +145,11 @@ def _load_commit(
 def _read_patiently(
     board: Board, epoch: int, mono: Callable[[], float], sleep: Callable[[float], None]
 ) -> tuple[str | None, str]:
-    """Return the board's content; None and why, when it does not answer for long.
+    """Return the board's content; None and why, when it does not answer.
 
     Raises:
-        OSError: it may not be read, or is not there: asking again is of no use.
-        ValueError: it was written by another version.
+        OSError: it may not be read or is missing: asking again is of no use.
+        ValueError: another version wrote it.
     """
     try:
         state = ask_patiently(
@@ -173,7 +173,7 @@ def _read(board: Board, epoch: int) -> BoardState:
 
 
 def _check_cursor(manifest: Manifest, global_batch: int) -> None:
-    """Refuse a job whose batches differ: samples would be lost or repeated."""
+    """Refuse a job with other batches: samples would be lost or repeated."""
     if manifest.consumed_samples != manifest.step * global_batch:
         raise CheckpointError(
             "HF303",

@@ -1,8 +1,8 @@
-"""One save to storage, as the thread of the save runs it, together on all ranks.
+"""One save to storage, in the thread of the save, together on all ranks.
 
-Order makes it safe: data into a directory of its own, fsync, digests, manifest,
-fsync, and only then the swap of the board. Whatever dies in between leaves a
-directory that does not count and that a later save removes.
+The order makes it safe: data into a new directory, fsync, digests, manifest, fsync, and only then
+the swap of the board. A death in between leaves a directory that does not count and that a later
+save removes.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What one save writes. `manifest` lacks its files still."""
+    """What one save writes. `manifest` has no files yet."""
 
     staged: NamedTensors
     manifest: Manifest
     keep: int
     keep_every_steps: int | None
     origin: Origin | None = None
-    """Where the epoch began; None: nobody has asked for a restore."""
+    """Where the epoch began; None before a restore."""
 
 
 def how_to_fix(reason: str, root: Path) -> str:
-    """Return `reason`, the directory concerned, and what a person can do about it."""
+    """Return `reason`, the directory concerned, and the way out."""
     advice = next((text for mark, text in _WAYS_OUT.items() if mark in reason), None)
     return f"{reason}. In {root}: {advice}" if advice else reason
 
@@ -84,7 +84,7 @@ class Writer(dcp.FileSystemWriter):
         self._at = at
 
     def storage_meta(self) -> StorageMeta:
-        """Return what `.metadata` says of the save: nothing of where it is."""
+        """Return what `.metadata` says of the save: not where it is."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,9 +114,9 @@ def write_checkpoint(
     """Write, digest and commit one checkpoint; collective.
 
     Raises:
-        SaveFailedError: on every rank. The partial directory is gone, or, where
-            that is not certain to be right, left to the next save.
-        Exception: anything else means that the group broke.
+        SaveFailedError: on every rank. The partial directory is removed, or left to the next save
+            where its commit is uncertain.
+        Exception: the group broke.
     """
     name = None
     try:
@@ -206,7 +206,6 @@ def _item_row(item: WriteItem) -> list[Any]:
 
 
 def _plan(rows: Sequence[list[Any]]) -> SavePlan:
-    """Return the plan of a rank's `_item_row`s."""
     items = []
     for name, kind, offsets, sizes, size, dtype, requires_grad, pin_memory in rows:
         place = torch.Size(offsets)
@@ -285,7 +284,7 @@ def _swap(board: Board, commit: Commit, request: SaveRequest) -> BoardState:
 
     Raises:
         FencedError: the board is at another epoch.
-        SaveFailedError: it did not happen.
+        SaveFailedError: the commit was refused.
         UncertainError: nobody can tell; the next commit or restore will.
     """
     try:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from elastic_trainer.board.state import Board, Commit
 from elastic_trainer.plan.config import CheckpointSection, StartFrom, TrainConfig
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import FAILURES, Collective, describe
 from elastic_trainer.state.errors import SaveFailedError
@@ -30,24 +33,24 @@ _CLOSE_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPolicy:
-    """What keeping a state needs to know of its job and epoch."""
+    """The job and epoch of a saved state."""
 
     run_id: str
     epoch: int
-    """A commit of another epoch's board is refused."""
+    """The board refuses commits of other epochs."""
     section: CheckpointSection
     ceiling_s: float
     """How long ranks wait for each other while a save is written."""
     layout: str = ""
-    """For the manifest; any layout can read what is written."""
+    """For the manifest; any layout can read the checkpoint."""
     global_batch: int = 0
     """Samples a step; 0: not counted."""
     model: ModelShape | None = None
     start_from: StartFrom | None = None
     training: str = "1"
-    """Name of the run's training that is kept; the trainer has one."""
+    """Name of the training within the run; the trainer has one."""
     number: int = 1
-    """Of that training among those that this process has begun."""
+    """Number of that training among those of this process."""
 
     @classmethod
     def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> CheckpointPolicy:
@@ -79,7 +82,7 @@ class CheckpointPolicy:
 
 @dataclass(slots=True)
 class _Save:
-    """A save under way. The thread fills in how it ended."""
+    """A save under way; its thread fills in the end."""
 
     step: int
     thread: threading.Thread | None = None
@@ -90,68 +93,60 @@ class _Save:
 class Saver:
     """The saves of one worker in one epoch. `save` is collective.
 
-    Every rank makes one at the same place, since it makes process groups: saves
-    run on those in a thread, beside the training's own collectives.
+    Every rank makes one at the same place: with `group` None it makes the process groups on which
+    saves run in a thread, beside the training's own collectives. Only rank 0 touches `board` and
+    writes events. `at` takes the write points of fault injection.
 
-    Args:
-        policy: the job and the epoch.
-        storage: where to.
-        board: where commits count; only rank 0 touches it.
-        device: of the model.
-        ranks: of the thread that trains.
-        state: what is saved.
-        emit: writes an event; of rank 0.
-        at: write points for fault injection.
-        mono: the clock, seconds.
-        group: for saves and restores; None: one is made.
+    Raises:
+        CheckpointError: HF204, the directory cannot be written.
     """
 
     def __init__(
         self,
         policy: CheckpointPolicy,
-        storage: CheckpointStorage,
         board: Board,
+        events: EventLog,
         device: torch.device,
         *,
         ranks: RankGrid,
         state: State,
-        emit: Callable[..., None],
-        at: WritePoint,
+        at: WritePoint = lambda _: None,
         mono: Callable[[], float] = time.monotonic,
         group: Collective | None = None,
     ) -> None:
-        self._policy, self._storage, self._board = policy, storage, board
-        self._device, self._ranks, self._state, self._emit = device, ranks, state, emit
-        self._at, self._mono = at, mono
-        self.group = group or Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
-        """For saves and restores."""
-        self.origin: Origin | None = None
+        self._policy, self._board, self._events = policy, board, events.apart("checkpoints")
+        self._device, self._ranks, self._state = device, ranks, state
+        self._at, self._mono, self._closed = at, mono, False
+        self._storage = CheckpointStorage(Path(policy.section.dir))
+        self._storage.check_writable(probe=ranks.rank == 0)
+        self._group = group or Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
+        self._origin: Origin | None = None
         """Where the epoch began, once something was restored."""
         self._stager = Stager()
         self._warmed = False
         self._pending: _Save | None = None
         self._broken = False
 
-    def warm(self, step: int) -> None:
-        """Have the buffers of the saves to come made in a thread, where saves are due at all.
+    def _warm(self, step: int) -> None:
+        """Make the buffers of later saves in a thread, where saves are due at all; not collective.
 
-        Not collective. The first save of an epoch would otherwise wait for their pages, which
-        takes longer than all of its copying.
+        The first save of an epoch would otherwise wait for their pages, which takes longer than
+        all of its copying.
         """
         section = self._policy.section
         if not self._warmed and (section.every_s is not None or section.every_steps is not None):
-            self._stager.warm(self._state.live(step, speaks=self.group.rank == 0))
+            self._stager.warm(self._state.live(step, speaks=self._group.rank == 0))
         self._warmed = True
 
     def wait_warm(self, timeout_s: float) -> None:
-        """Wait until the buffers are there."""
+        """Wait until the buffers that `_warm` makes are ready; for benchmarks."""
         self._stager.wait(timeout_s)
 
     def save(self, step: int, *, wait: bool) -> bool:
         """Save the state after `step`; collective.
 
-        Without `wait` it returns as soon as the state is staged, and is skipped
-        when the save before is still under way. With `wait` it first waits for that.
+        Without `wait` it returns as soon as the state is staged, and is skipped while the save
+        before is under way. With `wait` it first waits for that.
 
         Returns:
             Whether the save was started, or, with `wait`, whether it is committed.
@@ -164,14 +159,14 @@ class Saver:
             self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
             return False
         self._emit("checkpoint.started", step)
-        # One writer of the trainer's own: other ranks' generators may differ.
-        live = self._state.live(step, speaks=self.group.rank == 0)
+        # One rank writes the trainer's section: other ranks' generators may differ.
+        live = self._state.live(step, speaks=self._group.rank == 0)
         request = SaveRequest(
             staged=self._stager.stage(live),
             manifest=self._policy.manifest(step),
             keep=self._policy.section.keep,
             keep_every_steps=self._policy.section.keep_every_steps,
-            origin=self.origin,
+            origin=self._origin,
         )
         save = _Save(step)
         save.thread = threading.Thread(
@@ -199,10 +194,7 @@ class Saver:
         return self.poll()
 
     def poll(self) -> int | None:
-        """Return the step of a save that has been committed since the last call, if any.
-
-        Cheap; called after every step.
-        """
+        """Return the step of a save committed since the last call, if any; cheap."""
         save = self._pending
         if save is None or (save.thread is not None and save.thread.is_alive()):
             return None
@@ -218,6 +210,12 @@ class Saver:
             self._emit(
                 "checkpoint.failed", self._pending.step, reason="the trainer ended before the save"
             )
+        self._closed = True
+        self._events.close()
+
+    def _emit(self, event: str, step: int | None, **fields: Any) -> None:
+        if self._ranks.rank == 0 and not self._closed:
+            self._events.emit(event, step=step, epoch=self._policy.epoch, **fields)
 
     def _join(self, timeout_s: float) -> None:
         if self._pending is not None and self._pending.thread is not None:
@@ -231,13 +229,13 @@ class Saver:
         return int(state.item())
 
     def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:
-        """Body of the save's thread. Whatever goes wrong ends up in an event."""
+        """Write the save, in its thread; whatever goes wrong becomes an event."""
         started = self._mono()
         if self._device.type == "cuda":
             # A thread begins on GPU 0, and DCP's writer would make a context there.
             torch.cuda.set_device(self._device)
         try:
-            commit = write_checkpoint(request, self._storage, self._board, self.group, self._at)
+            commit = write_checkpoint(request, self._storage, self._board, self._group, self._at)
         except SaveFailedError as error:
             self._emit("checkpoint.failed", save.step, reason=str(error))
         except FAILURES as error:

@@ -1,8 +1,8 @@
-"""What is saved: the named tensors of a model and its optimizer, and their staged copies.
+"""The saved state: named tensors of a model and its optimizer, and their staged copies.
 
-Names are those of torch's `get_state_dict(flatten_optimizer_state_dict=True)`
-under `model.` and `optim.`, so torch's own tools read the checkpoints. Only
-tensors are saved: hyper-parameters are functions of the config and the step.
+Names are those of torch's `get_state_dict(flatten_optimizer_state_dict=True)` under `model.` and
+`optim.`, so torch's own tools read the checkpoints. Only tensors are saved: hyper-parameters are
+functions of the config and the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NamedTensors = dict[str, dict[str, Tensor]]
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it: the one in checkpoints."""
+    """Return a parameter's name without wrappers' prefixes: the one in checkpoints."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -74,13 +74,8 @@ def create_optimizer_state(
 ) -> None:
     """Give a fresh optimizer the empty state tensors that a checkpoint has values for.
 
-    Cheaper than a step with zero gradients, which is how torch does it: that one
-    costs more than the whole restore of a small model.
-
-    Args:
-        model: names the parameters.
-        optimizer: has no state yet for the parameters concerned.
-        sizes: full name (`optim.state.<param>.<key>`) -> global size and dtype.
+    torch does it by a step with zero gradients, which costs more than the whole restore of a small
+    model. `sizes`: full name (`optim.state.<param>.<key>`) -> global size and dtype.
     """
     names = _named_params(model)
     keys: dict[str, list[str]] = {}
@@ -113,10 +108,10 @@ def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Stager:
-    """Copies tensors into CPU buffers of its own, which it uses again for the next copy.
+    """Copies tensors into CPU buffers, which it reuses for the next copy.
 
-    The copies never share memory with live tensors: on a CPU, torch's state
-    dicts do. The caller must be done with a copy before it asks for the next.
+    The copies never share memory with live tensors: on a CPU, torch's state dicts do. The caller
+    must be done with a copy before it asks for the next.
     """
 
     def __init__(self) -> None:
@@ -125,7 +120,7 @@ class Stager:
         self._stop = threading.Event()
 
     def warm(self, live: NamedTensors) -> None:
-        """Have buffers for copies of `live` made in a thread; a `stage` meanwhile ends that."""
+        """Make buffers for copies of `live` in a thread, which `stage` ends."""
         local = {name: local_data(tensor) for name, tensor in flat_names(live).items()}
         if self._warming is None and sum(t.nbytes for t in local.values()) >= WORTH_BYTES:
             self._warming = start_idle(lambda: self._make(local), "checkpoint-buffers")
@@ -197,7 +192,7 @@ def flat_names(tensors: NamedTensors) -> dict[str, Tensor]:
 
 
 class LocatingReader(StorageReader, abc.ABC):
-    """A reader whose `read_metadata` knows the tensors, but not where their parts lie."""
+    """A reader whose `read_metadata` knows the tensors, but not where their parts are."""
 
     @abc.abstractmethod
     def locate(self, target: Mapping[str, Tensor]) -> Metadata:
@@ -209,29 +204,26 @@ class LocatingReader(StorageReader, abc.ABC):
 
 
 class State(Protocol):
-    """What both tiers keep: the trainer's, or that of somebody's own loop."""
+    """The state that both tiers keep: the trainer's, or a user loop's."""
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
-        """Return the tensors themselves, not copies, after `step`.
+        """Return the tensors after `step`, not copies.
 
         `speaks`: this rank adds what is the same on all ranks (section `trainer`).
         """
 
     def load(self, reader: StorageReader) -> int:
-        """Read this rank's part in place; return the step it is of.
+        """Read this rank's part in place; return its step.
 
         The reader may have collectives, so all ranks call it alike, and `read_into` once.
         """
 
 
 class TrainingState:
-    """Parameters, optimizers, torch's generators, and what else the trainer wants kept.
+    """Parameters, optimizers, torch's generators, and small tensors of the trainer.
 
-    Args:
-        model: whose values are kept.
-        optimizers: of its parameters; each parameter has one.
-        keeps: more small tensors of the trainer's, the same on all ranks; those that the data
-            has are overwritten by `load`.
+    Each parameter has one optimizer. `keeps` are the same on all ranks; `load` overwrites those
+    that the data has.
     """
 
     def __init__(
@@ -252,7 +244,7 @@ class TrainingState:
         return live
 
     def load(self, reader: StorageReader) -> int:
-        """See State. A fresh optimizer's empty state is made first."""
+        """See State; makes a fresh optimizer's empty state first."""
         metadata = reader.read_metadata()
         sizes = self._sizes(metadata)
         for optimizer in self._optimizers:
@@ -274,25 +266,25 @@ class TrainingState:
         return live_tensors(self._model, *self._optimizers)
 
     def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return full name -> size and dtype of what an optimizer's state is made like."""
+        """Return the sizes and dtypes, by full name, that an optimizer's state is made with."""
         return _tensor_sizes(metadata)
 
 
 def generators_of(device: torch.device) -> dict[str, torch.Generator]:
-    """Return by name the generators that random operations on `device` and on the CPU use."""
+    """Return by name the generators of random operations on `device` and on the CPU."""
     found = {RNG: torch.default_generator}
     if device.type == "cuda":
-        # Its state lies on the host: reading it waits for nothing.
+        # Its state is on the host: reading it waits for nothing.
         found[DEVICE_RNG] = torch.cuda.default_generators[device.index]
     return found
 
 
 def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
-    """Read this rank's part of `target` into its tensors, by collectives only if `reader` locates.
+    """Read this rank's part of `target` in place; collective only if `reader` locates.
 
     DCP's planner cuts what this layout needs out of what any layout wrote. `dcp.load` would add
-    three object collectives to agree on plans that do not depend on each other, and it falls back
-    to other pickles on an error.
+    three object collectives to agree on plans that do not depend on each other, and falls back to
+    other pickles on an error.
     """
     flat = flat_names(target)
     if isinstance(reader, LocatingReader):

@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 20
 
 
 class CheckpointStorage:
-    """All file operations below `root` but those of DCP itself."""
+    """All file operations below `root` except DCP's."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -36,7 +36,7 @@ class CheckpointStorage:
     def check_writable(self, *, probe: bool) -> None:
         """Make `root` if it is missing and see that it takes files.
 
-        `probe`: write one, which one rank does for all; otherwise only ask for the permission.
+        `probe`: write one, which one rank does for all; otherwise only check the permission.
 
         Raises:
             CheckpointError: HF204, naming the directory and how to fix it.
@@ -61,10 +61,9 @@ class CheckpointStorage:
             )
 
     def make(self, step: int, epoch: int) -> str:
-        """Make a directory that did not exist and return its name.
+        """Make a new directory and return its name.
 
-        An old one is never written into: its `.metadata` would survive over
-        truncated data.
+        An old one is never written into: its `.metadata` would survive over truncated data.
         """
         for attempt in range(1, 1000):
             name = directory_name(step, epoch, attempt)
@@ -78,10 +77,10 @@ class CheckpointStorage:
     def digest(
         self, name: str, rank: int, on_read: Callable[[int], None] = lambda _: None
     ) -> dict[str, FileEntry]:
-        """Return the entries of what `rank` wrote into directory `name`; rank 0 also the index.
+        """Return the entries of `rank`'s files in directory `name`; rank 0 adds the index.
 
-        DCP names data files after the rank and has fsynced them. `on_read` hears of the bytes
-        just read.
+        DCP names data files after the rank and has fsynced them. `on_read` hears of the bytes just
+        read.
         """
         paths = list((self.root / name).glob(f"__{rank}_*"))
         if rank == 0:
@@ -152,12 +151,12 @@ class CheckpointStorage:
                 raise DamagedError(f"{file} has another sha256 than was saved")
 
     def _look_afresh(self, name: str) -> None:
-        """Let no file of a commit pass for missing because it was looked for too early."""
+        """Drop cached lookups, in which a commit's file may be missing."""
         look_afresh(self.root)
         look_afresh(self.root / name)
 
     def remove(self, name: str) -> None:
-        """Remove one directory and what is in it, if it is there."""
+        """Remove one directory, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.root / name)
 
@@ -166,8 +165,8 @@ class CheckpointStorage:
     ) -> list[str]:
         """Remove directories that no commit names; return their names.
 
-        Only after the swap of the board that put `commits` there. Milestones
-        (multiples of `keep_every_steps`) stay if they are complete.
+        Only after the swap of the board that put `commits` there. Complete milestones (multiples of
+        `keep_every_steps`) stay.
         """
         remove, milestones = superseded(
             [path.name for path in self.root.iterdir()],
@@ -193,7 +192,7 @@ def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileE
 
 
 def fsync(path: Path) -> None:
-    """Bring a file's or directory's content to the disk."""
+    """Flush a file or directory to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

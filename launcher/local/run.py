@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -240,9 +241,9 @@ class LocalRun:
             case FaultAction.KILL_ZYGOTE:
                 self._at_hand(cluster.kill_zygote, node)
             case FaultAction.KILL_WORKER:
-                self._at_hand(cluster.kill_worker, pid)
+                self._at_hand(partial(cluster.signal_worker, signal.SIGKILL), pid)
             case FaultAction.PAUSE_WORKER:
-                self._at_hand(cluster.pause_worker, pid)
+                self._at_hand(partial(cluster.signal_worker, signal.SIGSTOP), pid)
             case (
                 FaultAction.SPIN_WORKER
                 | FaultAction.WEDGE_WORKER
@@ -251,7 +252,7 @@ class LocalRun:
             ):
                 self._at_hand(partial(cluster.ask_worker, INSIDE[action]), pid)
             case FaultAction.RETURN_NODE:
-                cluster.return_node(node)
+                cluster.start_node(node)
             case FaultAction.PAUSE_NODE:
                 cluster.pause_node(node)
             case FaultAction.RESUME_NODE:

@@ -1,4 +1,4 @@
-"""`python -m launcher.node COMMAND RUN`: what batch scripts and pods call.
+"""`python -m launcher.node COMMAND RUN`: the commands of batch scripts and pods.
 
 Each command imports only what it needs: 2,048 nodes read this from one file server.
 """

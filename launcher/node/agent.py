@@ -1,12 +1,10 @@
 """`agent`: one node's agent under Slurm, and its watchdog should the batch host be lost.
 
-With --no-kill a job outlives its batch host, but Slurm starts no other batch script: the job
-would stay RUNNING until its time limit. So each node watches the script's beat. Once it stops, and
-the job has ended as a whole, one of the nodes does what the script would have done; until then an
-agent's parent also asks for the save before the time limit.
-
-Where that parent is in a container, which has no `scontrol`, a second step outside it runs
-`watchdog`.
+With --no-kill a job outlives its batch host, but Slurm starts no other batch script: the job would
+stay RUNNING until its time limit. So each node watches the script's beat. Once it has stopped and
+the job has ended as a whole, one node does the script's work; until then an agent's parent also
+asks for the save before the time limit. Where that parent is in a container, without `scontrol`, a
+second step outside it runs `watchdog`.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from launcher.platforms.slurm.parse import expand_nodes
 from launcher.wrap.interpreter import python_here
 
 NODES_VARIABLE: Final = "HOLDFAST_NODES"
-"""Nodes that agents start on, as n1,n2, where these are not all of the job's."""
+"""Nodes that agents start on, as n1,n2, if not all of the job's."""
 LEAVING_BEATS: Final = 2
-"""So many of the batch script's beats are between two looks whether this node is to leave."""
+"""Beats of the batch script between two looks whether this node is to leave."""
 
 
 def run_agent(
@@ -46,8 +44,8 @@ def run_agent(
 ) -> int:
     """Serve until the agent has ended, or longer if the batch host is lost; return its exit code.
 
-    `inside` is the command that runs another in a container; empty: no container. `apart`: another
-    step has the watchdog, for there is no scontrol in this container.
+    `inside` is the command that runs another in a container, if any. `apart`: another step has the
+    watchdog, as this container lacks scontrol.
     """
     watchdog, limit = Watchdog(attempt, node, env), save_by(env)
     shutdown = env.get("HOLDFAST_SHUTDOWN_S")
@@ -84,7 +82,7 @@ def run_agent(
 
 
 def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes that agents were started on."""
+    """Return the nodes of all agents."""
     on = env.get(NODES_VARIABLE)
     return tuple(on.split(",")) if on else expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
 
@@ -93,7 +91,7 @@ def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> d
     """Return the environment that one srun for all nodes would have given this one's task. Pure.
 
     Scripts read there which node they are on, and of how many. `env` is that of an srun's task for
-    one node, or a few; `nodes` are all that agents were started on, in Slurm's order.
+    one node, or a few; `nodes` are those of all agents, in Slurm's order.
     """
     if node not in nodes:
         return dict(env)
@@ -115,13 +113,13 @@ def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> d
 READ_BEATS = 5
 """A watchdog reads the beat every so many beats."""
 LEASE_READS = 60
-"""So many readings of an unchanged lease, a second or more apart: nobody coordinates any more."""
+"""Readings of an unchanged lease, a second or more apart, after which nobody coordinates."""
 STAND_IN_S = 60.0
-"""How long a watchdog has before the next one takes its place."""
+"""After which the next watchdog takes a watchdog's place."""
 
 
 class Watchdog:
-    """What a node does for the job when the batch host is lost."""
+    """A node's work for the job when the batch host is lost."""
 
     def __init__(self, attempt: Attempt, node: str, env: Mapping[str, str]) -> None:
         self._attempt, self._node, self._env = attempt, node, env
@@ -166,7 +164,7 @@ class Watchdog:
             self._stand_in()
 
     def _lost_for_sure(self) -> bool:
-        """Say for sure, at the end, whether the batch script lives. Takes about one beat."""
+        """Say for sure, at the end, whether the batch script is lost. Takes about one beat."""
         if self.lost:
             return True
         value = self._attempt.read_beat()
@@ -195,7 +193,7 @@ class Watchdog:
         return is_over(state, self._attempt.name, lease_still=self._lease_still >= LEASE_READS)
 
     def _stand_in(self) -> None:
-        """Act, should this node be the one to; else wait, for that one may be lost too."""
+        """Act if this node is elected; else wait, for the elected one may be lost too."""
         for turn in range(1_000):
             elected = False
             with contextlib.suppress(OSError):
@@ -216,20 +214,14 @@ LEAVE: Final = signal.SIGRTMIN
 """Asks the agent alone to leave (elastic_trainer/agent/stop_signals.py); Slurm never sends it."""
 CONTAINER_PYTHON: Final = "python3"
 LAST_WORDS_S: Final = 5.0
-"""After each SIGINT of the last ones, for an agent that has not ended in time."""
+"""After each of the last SIGINTs to an agent that has not ended in time."""
 
 
 class AgentProcess:
-    """An agent's process, from its start to its end.
+    """The process of `node`'s agent, from its start to its end.
 
-    Args:
-        attempt: which attempt this is.
-        node: this node's, or pod's, name.
-        command: see `agent_command`.
-        env: of the agent.
-        shutdown_s: from the first request to end until it is killed; None: it never is.
-        leaves: whether a request to end means this node alone, asked each time one comes; else
-            the whole job is to save and to end.
+    It is killed `shutdown_s` after the first request to end; None: never. `leaves`, asked at each
+    request to end, says whether this node alone leaves; else the whole job saves and ends.
     """
 
     def __init__(
@@ -260,7 +252,7 @@ class AgentProcess:
 
     @property
     def stopped_s(self) -> float:
-        """Seconds in which this process was stopped (SIGSTOP), in all."""
+        """Seconds in all in which this process was stopped (SIGSTOP)."""
         return self._clock.stopped_s
 
     def serve(
@@ -293,14 +285,14 @@ class AgentProcess:
         return code
 
     def end_job(self, why: str) -> None:
-        """From now on ask the job, through this node's agent, to save and end."""
+        """Ask the job, through this node's agent, to save and end, from now on."""
         if not self._job_ends:
             say(f"{self._node}: {why}: the job is asked to save and to end")
         self._job_ends = True
         self._set_clock()
 
     def leave(self, why: str, number: signal.Signals = LEAVE) -> None:
-        """Ask the agent by this signal to leave the job, which goes on without this node."""
+        """Ask the agent by this signal to leave the job, which continues without this node."""
         say(f"{self._node}: {why}: it leaves the job")
         self.leaving = True
         self._process.send_signal(number)
@@ -325,8 +317,8 @@ def agent_command(
 ) -> list[str]:
     """Return the command of a node's agent.
 
-    `inside` is the command that runs another in a container, as `apptainer exec IMAGE`; its Python
-    is then the container's own.
+    `inside` is the command that runs another in a container, such as `apptainer exec IMAGE`; then
+    its Python is the container's.
     """
     return [
         *((*inside, CONTAINER_PYTHON) if inside else (sys.executable,)),
@@ -337,7 +329,7 @@ def agent_command(
 
 
 def reap(process: subprocess.Popen[bytes]) -> bool:
-    """Reap what has ended, orphans too, which are PID 1's; return whether `process` has."""
+    """Reap ended children, orphans of PID 1 too; return whether `process` has ended."""
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -353,7 +345,7 @@ def reap(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _as_agent() -> None:
-    """Let the agent have signals as usual, but four: it would be killed before it listens."""
+    """Let the agent have signals as usual, except four: it would be killed before it listens."""
     for number in (signal.SIGUSR1, signal.SIGUSR2, LEAVE):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TAKEN)
@@ -374,7 +366,7 @@ _READ_BYTES: Final = 512
 
 @contextlib.contextmanager
 def taken_signals(numbers: Sequence[signal.Signals]) -> Iterator[Wait]:
-    """Take signals while it is entered, those too that were held back; on the main thread."""
+    """Take signals within the context, also those held back before; on the main thread."""
     taken: deque[signal.Signals] = deque()
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -401,4 +393,4 @@ def taken_signals(numbers: Sequence[signal.Signals]) -> Iterator[Wait]:
 
 
 def _noted(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: without a handler nothing would be written into the pipe."""
+    """Do nothing: only with a handler is anything written into the pipe."""

@@ -4,8 +4,8 @@ begin.json      when, the newest step that counted then; of Slurm also the job a
 batch.beat      a number that rises while the batch script lives
 exit/<node>     how that node's agent ended
 refused         why no agent could be started, as Slurm or a node says it
-end.json        what came of it: by the batch script or a watchdog, or by the first pod to know
-caretaker.<n>   which node took the batch script's place; n counts those that were lost too
+end.json        the outcome: by the batch script or a watchdog, or by the first pod to know
+caretaker.<n>   the node that took the batch script's place; n counts those that were lost too
 next            id of the job that continues (restart: chain), by the script
 """
 
@@ -36,19 +36,19 @@ _NAME = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What is kept of an attempt that has ended, or was lost."""
+    """The record of an attempt that has ended, or was lost."""
 
     name: str
     begun_unix: float
     step: int
     """Newest step that counted when it began, see batch.newest_step; -1: none."""
     code: int | None = None
-    """How it ended; None: nobody could say so."""
+    """How it ended; None: unknown."""
     failed: bool = False
-    """It ended by an error of its own, or at its time limit: it should have made progress."""
+    """It ended by its own error, or at its time limit: it should have made progress."""
     reason: str = ""
     began: bool = True
-    """An agent of it got as far as the board, or nobody could say that none did."""
+    """An agent of it got as far as the board, or may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class Attempt:
     job_id: str
     """Slurm's; of pods the job's name and the number of the submission."""
     restart: int
-    """How often Slurm has put the job back into the queue before; of pods the generation."""
+    """Requeues of the job before; of pods the generation."""
     array_task: str = ""
-    """A task of an array, as 123_4: one task has the array's own number, which means them all."""
+    """A task of an array, as 123_4: one task has the array's number, which means all of them."""
 
     @classmethod
     def of_env(cls, run_dir: Path, env: Mapping[str, str]) -> Attempt:
-        """Return the attempt that this process belongs to.
+        """Return the attempt of this process.
 
         Raises:
             UserError: HF673, the environment is not that of a Slurm job.
@@ -83,12 +83,12 @@ class Attempt:
 
     @property
     def slurm_id(self) -> str:
-        """What Slurm's commands need to mean this job and no other."""
+        """The id by which Slurm's commands know this job and no other."""
         return self.array_task or self.job_id
 
     @property
     def name(self) -> str:
-        """`<job>.<restart>`: its folders' name, and how agents and the board call it."""
+        """`<job>.<restart>`: its name for folders, agents and the board."""
         return f"{self.job_id}.{self.restart}"
 
     @property
@@ -107,7 +107,7 @@ class Attempt:
         return self.dir / "batch.beat"
 
     def read_beat(self) -> str | None:
-        """Return what the beat's file says; None where it cannot be read.
+        """Return the content of the beat's file, if it can be read.
 
         Opened every time: on NFS that asks the server, a stat may not.
         """
@@ -118,7 +118,7 @@ class Attempt:
     def keep(self, name: str, value: Mapping[str, Any], *, first: bool) -> bool:
         """Write one of its JSON files, complete or not at all; return whether this call did.
 
-        With `first` a file that is there stays, since any number of pods may write it at once.
+        With `first` an existing file stays, since any number of pods may write it at once.
 
         Raises:
             OSError: the folder cannot be written.
@@ -139,7 +139,7 @@ class Attempt:
         (folder / node).write_text(f"{code}\n", encoding="ascii")
 
     def exits(self) -> dict[str, int]:
-        """Return how the agents ended that could say so, by node."""
+        """Return the codes of the agents that could say so, by node."""
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for path in (self.dir / "exit").iterdir():
@@ -158,18 +158,18 @@ class Attempt:
         return ""
 
     def note_refusal(self, words: str) -> None:
-        """Write down why no agent could be started; storage that fails changes nothing."""
+        """Write down why no agent could be started; failing storage changes nothing."""
         with contextlib.suppress(OSError):
             (self.dir / "refused").write_text(words, encoding="utf-8", errors="replace")
 
     def refusal(self) -> str:
-        """Return why no agent could be started; empty: they could, or nobody knows."""
+        """Return why no agent could be started, if known."""
         with contextlib.suppress(OSError):
             return (self.dir / "refused").read_text(encoding="utf-8", errors="replace").strip()
         return ""
 
     def next_job(self) -> str | None:
-        """Return the id of the job that is to continue, or None."""
+        """Return the id of the job that is to continue, if any."""
         with contextlib.suppress(OSError):
             text = (self.dir / "next").read_text(encoding="ascii").strip()
             return text if text.isdigit() else None
@@ -190,9 +190,9 @@ def lineage(run_dir: Path, job_id: str) -> frozenset[str]:
 
 
 def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
-    """Return what is kept of the attempts of `jobs`, oldest first.
+    """Return the records of the attempts of `jobs`, oldest first.
 
-    What cannot be read is left out: a damaged note must not keep a run from continuing.
+    Unreadable ones are left out: a damaged note must not keep a run from continuing.
     """
     found = []
     for folder in _folders(run_dir):
@@ -230,7 +230,7 @@ def say(text: str) -> None:
 
 
 def note(of: Attempt, event: str, **fields: Any) -> None:
-    """Append an event to the run's record. Storage that fails must not end the job."""
+    """Append an event to the run's record; failing storage must not end the job."""
     node = os.environ.get("POD_NAME") or os.uname().nodename
     with contextlib.suppress(OSError):
         log = LauncherLog(of.run_dir, f"batch-{of.name}-{node}")
@@ -245,11 +245,11 @@ LEASE_BEATS_S = 12.0
 
 
 def board_of(run_dir: Path) -> BoardState:
-    """Return what is on the board of `run_dir`; an empty one before the first.
+    """Return the board of `run_dir`; an empty one before the first.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it was written by another version, or the run's board is another one.
+        ValueError: another version wrote it, or the run's board is another one.
     """
     folder = run_dir / "board"
     if not folder.is_dir() and not os.environ.get(BOARD_VARIABLE):
@@ -264,7 +264,7 @@ def await_board(
     wait: Callable[[float], object],
     for_s: float = BOARD_WAIT_S,
 ) -> BoardState:
-    """Return what `board_of` does; a board that does not answer is asked again, and that is said.
+    """Return `board_of`; a board that does not answer is asked again, and reported.
 
     Args and errors: see `ask_patiently`.
     """
@@ -292,7 +292,7 @@ def live_lease(
     mono: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease | None:
-    """Return the lease of another job that coordinates the run now, or None.
+    """Return the lease of another job that coordinates the run now, if any.
 
     Takes up to `LEASE_BEATS_S`: a dead job's lease is known by its beat, which has stopped.
     """

@@ -63,10 +63,10 @@ from launcher.spec.errors import HoldfastError, TemporaryError, UserError
 def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     """Decide on the batch host, and note that the attempt begins when it may.
 
-    SLURM_JOB_NODELIST in `env` has the nodes that the job was given.
+    SLURM_JOB_NODELIST in `env` has the job's nodes.
 
     Returns:
-        0: continue. 90: the run is done. Else the code that the script ends with.
+        0: continue. 90: the run is done. Else the exit code of the script.
 
     Raises:
         UserError: HF502, job.json cannot be read.
@@ -163,14 +163,14 @@ _OF_AGENTS = frozenset(
 )
 """Codes by which an agent says how it ends."""
 SUMMARY_S = 60
-"""The time before the signal lead that the summary may take."""
+"""For the summary, before the signal lead."""
 
 
 def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> AttemptOutcome:
-    """Find out what came of an attempt and write it down.
+    """Find out the outcome of an attempt and write it down.
 
     `step_code` is srun's exit code, for the message; 91 also where the script was asked to end
-    before it had started anything; None: nobody knows.
+    before it had started anything; None: unknown.
     """
     try:
         state = board_of(attempt.run_dir)
@@ -200,7 +200,7 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Atte
 
 
 def _failed_alike(attempt: Attempt, exits: Mapping[str, int]) -> str:
-    """Return what the nodes say where all agents have failed by errors that are not their own."""
+    """Return the nodes' words if all agents have failed by foreign errors."""
     if not exits or any(code in _OF_AGENTS for code in exits.values()):
         return ""
     return attempt.last_words(sorted(exits)) or f"exit codes {sorted(set(exits.values()))}"
@@ -209,10 +209,10 @@ def _failed_alike(attempt: Attempt, exits: Mapping[str, int]) -> str:
 def note_end(
     attempt: Attempt, found: AttemptOutcome, *, first: bool = False, began: bool = True
 ) -> None:
-    """Write down what came of an attempt; storage that fails must not change the code.
+    """Write down the outcome of an attempt; failing storage must not change the code.
 
-    With `first` what is there stays, since any number of pods write it. `began`: an agent of it got
-    as far as the board, as far as is known.
+    With `first` an existing note stays, since any number of pods write it. `began`: an agent of it
+    got as far as the board, as far as is known.
     """
     value = {**dataclasses.asdict(found), "t_unix": time.time(), "began": began}
     try:
@@ -227,8 +227,8 @@ def note_end(
 def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     """Write RUN/summary.json, unless the run continues: its last attempt does it.
 
-    It is made of the record alone, so it can be left out: near the time limit, where Slurm would
-    call a finished job a failure, or when it takes too long. `holdfast report` has it then.
+    It only repeats the record, so it can be left out: near the time limit, where Slurm would call a
+    finished job a failure, or when it takes too long. `holdfast report` has it then.
     """
     stop_asked = stop_request.asked(attempt.run_dir)
     if code in REQUEUES and not stop_asked and env.get("HOLDFAST_RESTART") != "none":
@@ -259,7 +259,7 @@ def _whole(env: Mapping[str, str], name: str) -> int | None:
 
 
 def save_by(env: Mapping[str, str]) -> float | None:
-    """Return when the job has to save at the latest, in Unix seconds; None: no limit."""
+    """Return the time by which the job has to save, in Unix seconds; None: no limit."""
     try:
         return float(env.get("HOLDFAST_SAVE_BY", ""))
     except ValueError:
@@ -267,9 +267,9 @@ def save_by(env: Mapping[str, str]) -> float | None:
 
 
 # -- again, and the watchdog in the script's place ------------------------------------------------
-# What continues, the same job or its successor, starts on no machine that the run has excluded.
-# Slurm changes the nodes that a job leaves out (ExcNodeList) only while it waits. A job that is
-# requeued does so at once, while its processes still end.
+# The next start, of the same job or its successor, is on no machine that the run has excluded.
+# Slurm changes a job's excluded nodes (ExcNodeList) only while it waits. A requeued job does so at
+# once, while its processes still end.
 
 
 TIMEOUT_S = 60.0
@@ -277,7 +277,7 @@ LONGEST_PAUSE_S = 60.0
 KILLED_SOON_S = 300.0
 """A requeue ends the job's processes within this time."""
 UPDATE_S = 20.0
-"""Slurm kills what is left of a requeued job after KillWait, 30 s by default."""
+"""Slurm kills a requeued job's processes after KillWait, 30 s by default."""
 NOT_AVAILABLE = "node configuration is not available"
 """sbatch, where a partition does not have the nodes (ESLURM_REQUESTED_NODE_CONFIG_UNAVAILABLE)."""
 
@@ -292,13 +292,13 @@ def again(attempt: Attempt) -> int:
 
 
 def keep_off(attempt: Attempt) -> int:
-    """Keep excluded machines off the successor of this job (restart: chain); always return 0."""
+    """Keep excluded machines off the successor of this job (restart: chain); return 0."""
     carry_out(attempt, ["keep-off"], SystemCommands())
     return 0
 
 
 def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
-    """Do what the batch script would have done at its end: for the watchdog."""
+    """Do the batch script's work at its end: for the watchdog."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it before all is done
     found = end(attempt, env, None)
     acts = what_now(
@@ -320,11 +320,11 @@ def carry_out(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Requeue or cancel the job of `attempt`, however long it takes; False: it is ours no more.
+    """Requeue or cancel the job of `attempt`, however long it takes; False: it is no longer ours.
 
-    There is no last try: a controller may be away for hours, and without this the job is lost.
-    The job's time limit ends it. Another attempt of the job, or one that somebody has cancelled,
-    is left alone: a node that was cut off may come here late.
+    Tries never end: a controller may be away for hours, and without this the job is lost; its time
+    limit ends it. Another attempt of the job, or a cancelled one, is left alone: a node that was
+    cut off may come here late.
 
     Raises:
         UserError: HF650, Slurm's commands are not on the PATH.
@@ -376,7 +376,7 @@ def carry_out(
 
 
 def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
-    """Return the nodes that the fleet's ledger keeps this run off; it has the run's own by then."""
+    """Return the nodes that the fleet's ledger, updated from the run, keeps this run off."""
     try:
         fleet = fleet_at(place_for(attempt.run_dir))
         fleet.harvest(attempt.run_dir, since_unix=since)
@@ -393,7 +393,7 @@ def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
 
 
 def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
-    """Return nodes that the job's next start leaves out: excluded by the run, or fleet-wide."""
+    """Return nodes that the job's next start avoids: excluded by the run, or fleet-wide."""
     begun = pasts(attempt.run_dir, lineage(attempt.run_dir, attempt.job_id))
     since = begun[0].begun_unix if begun else 0.0
     try:

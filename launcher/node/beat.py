@@ -1,7 +1,7 @@
 """`beat`: raises a number in a file as long as the batch script lives.
 
-Beside it, what else the batch host does while the job runs: machines that fail get their strikes in
-the fleet's ledger, and nodes that Slurm drains are asked to leave.
+Beside it, the batch host's other work while the job runs: failing machines get their strikes in the
+fleet's ledger, and nodes that Slurm drains are asked to leave.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""
 HARVESTS: Final = 30
-"""The ledger has a strike after so many beats, a minute."""
+"""Beats, a minute, between two updates of the ledger."""
 DRAINS: Final = 5
-"""Slurm is asked after so many beats, 10 s, which nodes of the job drain."""
+"""Beats, 10 s, between two looks for nodes of the job that drain."""
 
 
 def period_s(env: Mapping[str, str]) -> float:
@@ -44,9 +44,9 @@ def period_s(env: Mapping[str, str]) -> float:
 
 
 def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
-    """Beat until the batch script is gone. Storage that fails is tried again.
+    """Beat until the batch script is gone; failing storage is tried again.
 
-    What Slurm sends to all of the job does not end it: the script still waits for its agents.
+    Slurm's signals to the whole job do not end it: the script still waits for its agents.
     """
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
     named = env.get("SLURM_TASK_PID", "")
     script = int(named) if named.isdigit() and start_ticks(int(named)) else os.getppid()
     born = start_ticks(script)
-    # Threads of their own: what stalls them must not stop the beat more than it does itself.
+    # Other threads: what stalls them must not stop the beat.
     Strikes(attempt.run_dir, env, every_s=HARVESTS * period_s(env)).start()
     drains = Drains(attempt, env, SystemCommands(env))
     args = (attempt, drains, DRAINS * period_s(env))
@@ -62,7 +62,7 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
     count = 0
     while born is not None and start_ticks(script) == born:
         count += 1
-        # Storage that fails is read as a beat that was lost, until it is back.
+        # Readers take failing storage for a lost beat, until it is back.
         with contextlib.suppress(OSError):
             # Written over, never replaced: readers on NFS see a new inode late.
             fd = os.open(attempt.beat, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -92,7 +92,7 @@ def asked_to_leave(attempt: Attempt, node: str) -> str:
 
 
 class Drains:
-    """What the batch host does for nodes that drain."""
+    """The batch host's work for nodes that drain."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Drains:
         self._nodes = list(expand_nodes(env.get("SLURM_JOB_NODELIST", "")))
         self._host = env.get("SLURMD_NODENAME", "")
         self._kept: set[str] = set()
-        """Nodes that have left and that Slurm does not take back."""
+        """Nodes that have left but that Slurm does not take back."""
 
     def look(self) -> None:
         """Ask Slurm once, and do what follows.
@@ -145,7 +145,7 @@ class Drains:
 
 
 def look_after(attempt: Attempt, drains: Drains, every_s: float) -> None:
-    """Look again and again; what fails is said once."""
+    """Look again and again; a repeated error is said once."""
     said = ""
     while True:
         time.sleep(every_s)
@@ -165,9 +165,9 @@ LAST_S = 5.0
 
 
 class Strikes:
-    """Takes a run's record over into the ledger, again and again, in a thread of its own.
+    """Takes a run's record over into the ledger, again and again, in a thread.
 
-    `only` limits it to the record of one writer; `env` of a pod says how its API server is reached.
+    `only` limits it to the record of one writer; a pod's `env` says how its API server is reached.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Strikes:
         self._thread.start()
 
     def close(self) -> None:
-        """Look once more, for what came last; not for long."""
+        """Look once more, for the last events; not for long."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(LAST_S)

@@ -1,4 +1,4 @@
-"""What the batch script and the watchdog decide. Pure: facts in, a decision out."""
+"""Decisions of the batch script and the watchdog. Pure: facts in, a decision out."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ REQUEUES = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
 NOTHING_TO_DO = 90
 """`begin`: the run has done its last step; the script ends with 0."""
 STILL_READS = 3
-"""So many readings of an unchanged beat, each after the time of several beats: it is lost."""
+"""Readings of an unchanged beat, each after the time of several beats, after which it is lost."""
 LIMIT_SLACK_S = 90.0
 """Slurm's signal before the time limit may come a minute early; and a step must end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether the script may continue, or with which code it ends."""
+    """Whether the script may continue, or the code with which it ends."""
 
     code: int
     """0: continue."""
@@ -59,17 +59,12 @@ def may_begin(
 ) -> Decision:
     """Say whether an attempt may start.
 
-    Args:
-        finished: the run has done its last step.
-        stop_asked: the user wants it to stay stopped.
-        live_job: another job that trains this run right now, or None.
-        past: attempts since the user submitted the run, oldest first.
-        step: newest step that counts; -1: none; None: nobody knows, as of a script that shows
-            none. Then only the budget decides.
-        now_unix: the time.
-        budget: restarts allowed.
-        before: name of this job's attempt before this one; its 93 or 94 is final. A watchdog
-            could only write it down and have the job started again, to end it here.
+    `finished`: the run has done its last step; `stop_asked`: the user wants it to stay stopped;
+    `live_job` trains this run right now. `past` has the attempts since the user submitted the run,
+    oldest first. `step` is the newest that counts; -1: none; None: unknown, as of a script that
+    shows none: then only the budget decides. The 93 or 94 of `before`, this job's attempt before
+    this one, is final: a watchdog could only write it down and have the job started again, to end
+    it here.
     """
     if finished:
         return Decision(code=NOTHING_TO_DO, reason="the run has done its last step")
@@ -135,7 +130,7 @@ def _within(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOutcome:
-    """What came of an attempt."""
+    """The outcome of an attempt."""
 
     code: int
     """For the script: 0, 91, 92, 93 or 94."""
@@ -145,7 +140,7 @@ class AttemptOutcome:
 
 
 def end_of(state: BoardState, name: str) -> Ended | None:
-    """Return how attempt `name` has ended, as its coordinator left it; None: it did not say."""
+    """Return the end of attempt `name` that its coordinator left, if any."""
     return state.ended if state.ended is not None and state.ended.job == name else None
 
 
@@ -164,7 +159,7 @@ def attempt_result(
     step_code: int | None = None,
     refusal: str = "",
 ) -> AttemptOutcome:
-    """Say what came of attempt `name`. srun's code decides nothing: it lies after a node loss.
+    """Return the outcome of attempt `name`. srun's code decides nothing: it lies after a node loss.
 
     `state` is empty where the board cannot be read; `exits` has the codes of agents by node;
     `refusal` is in Slurm's words, or a node's, where no agent could be started.
@@ -184,9 +179,9 @@ def attempt_result(
 
 
 def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
-    """Return what the agents' codes say together, when the board does not."""
+    """Return the common meaning of the agents' codes, where the board does not tell."""
     exits = {node: code for node, code in exits.items() if code != EXIT_LEFT}
-    if not exits and step_code == EXIT_SAVED:  # the script says so of what it never started
+    if not exits and step_code == EXIT_SAVED:  # the script had started nothing
         return EXIT_SAVED, "asked to end before an agent had begun"
     named = {code: [node for node in exits if exits[node] == code] for code in exits.values()}
     for code in (EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP):
@@ -201,7 +196,7 @@ def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str
 
 
 def a_few(nodes: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and how many more."""
     named = sorted(nodes)
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
 
@@ -211,8 +206,8 @@ def within_restarts(
 ) -> AttemptOutcome:
     """Return `found`, or 94 where the job would continue but may not once more.
 
-    `done` says how often it has been requeued, or which successor this is; `most` is
-    `slurm.max_requeues`, None: not known.
+    `done` counts its requeues, or the successors before it; `most` is `slurm.max_requeues`, if
+    known.
     """
     continues = restart != "none" and found.code in REQUEUES and not stop_asked
     if not continues or most is None or done < most:
@@ -222,12 +217,12 @@ def within_restarts(
 
 
 def near_limit(save_by_unix: float | None, now_unix: float) -> bool:
-    """Return whether a job that is asked to save now is so because its time is up."""
+    """Return whether a job is asked to save because its time is up."""
     return save_by_unix is not None and now_unix >= save_by_unix - LIMIT_SLACK_S
 
 
 def pause_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return how long to wait before what has failed is started again; it doubles each time.
+    """Return the wait before a failed part is started again; it doubles each time.
 
     `failures` counts those in a row, this one included.
     """
@@ -238,7 +233,7 @@ def pause_s(failures: int, *, first_s: float, longest_s: float) -> float:
 class BeatWatch:
     """Readings of a beat. They are counted, not timed: a node that slept has missed none.
 
-    The reader's clock and the writer's need not agree, for only change is looked at.
+    The reader's clock and the writer's may differ, for only change counts.
     """
 
     value: str | None = None
@@ -257,10 +252,10 @@ class BeatWatch:
 
 
 def is_over(state: BoardState, name: str, *, lease_still: bool) -> bool | None:
-    """Say whether attempt `name` has ended as a whole, for a node whose own agent has ended.
+    """Return whether attempt `name` has ended as a whole, for a node whose own agent has ended.
 
-    True: somebody must end the job. False: it continues without this node, or a later job has
-    taken its place. None: not known yet. `lease_still`: the lease's beat has stopped for long.
+    True: somebody must end the job. False: it continues without this node, or a later job has taken
+    its place. None: unknown yet. `lease_still`: the lease's beat has stopped for long.
     """
     if state.finished or end_of(state, name) is not None or state.lease is None:
         return True
@@ -270,11 +265,11 @@ def is_over(state: BoardState, name: str, *, lease_still: bool) -> bool | None:
 
 
 def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tuple[str, ...]:
-    """Say what a watchdog does with a job that has lost its batch host, in order.
+    """Return a watchdog's acts for a job that has lost its batch host, in order.
 
-    A requeued job runs its script again, and `begin` finds what there is to do: continue, or end
-    with the code that was written down. So a run that is done also shows as COMPLETED. `restart` is
-    `slurm.restart`: requeue, chain or none. `has_next`: a successor waits (chain).
+    A requeued job runs its script again, and `begin` decides: continue, or end with the noted code.
+    So a finished run also shows as COMPLETED. `restart` is `slurm.restart`: requeue, chain or none.
+    `has_next`: a successor waits (chain).
 
     Returns:
         Of `requeue`, `cancel` (this job), `cancel-next`, and `keep-off`: of the successor.
@@ -290,28 +285,28 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
 # -- Pods -----------------------------------------------------------------------------------------
 # A **generation** is what an attempt is under Slurm: from the pods' start until the job as a whole
 # ends. When it ends saved, or with too few nodes, the controller starts the pods again, and the
-# next generation begins. Its number is in the job's name, so that nobody takes the end of the one
-# before for its own.
+# next generation begins. Its number is in the job's name, so nobody mistakes the end of the one
+# before.
 
 
 KINDS: Final = ("pytorchjob", "jobset", "trainjob")
 AGAIN: Final = 143
 """As if SIGTERM had ended it: PyTorchJob starts a pod again after codes from 128 on only. The Job
-of a JobSet does not charge it: `all_fail` ends what does not get anywhere."""
+of a JobSet does not charge it: `all_fail` ends a job that gets nowhere."""
 AGAIN_CHARGED: Final = 144
-"""The same of a pod that cannot count its failures on the claim, so that the Job must."""
+"""The same from a pod that cannot count its failures on the claim, so the Job must."""
 MOST_IN_A_ROW: Final = 10
-"""Failures of each pod, none of which lived long. With the pauses between them the first and the
-last are half an hour apart (PyTorchJob) or an hour: storage that is away for less ends no job."""
+"""Failures of each pod, all short-lived. With the pauses between them the first and the last are
+half an hour apart (PyTorchJob) or an hour: storage that is away for less ends no job."""
 _JOB = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MADE_UP = re.compile(r"-[a-z0-9]{5}\Z")
 
 
 def job_id(name: str, submission: str) -> str:
-    """Return what the generations of one submission share: `<name>-<submission>`.
+    """Return the common part of a submission's generations: `<name>-<submission>`.
 
     Raises:
-        ValueError: one of the two is of another form.
+        ValueError: one of the two has another form.
     """
     if not _JOB.fullmatch(name) or not re.fullmatch(r"\d{1,9}", submission):
         raise ValueError(f"job {name!r}, submission {submission!r}")
@@ -319,11 +314,11 @@ def job_id(name: str, submission: str) -> str:
 
 
 def generation(job: str, *, lease_job: str | None, ended_job: str | None) -> int:
-    """Return the generation of `job` that a pod which starts now is part of.
+    """Return the generation of `job` of a pod that starts now.
 
-    All pods must come to the same answer, so it depends on the board alone: the one that holds the
-    lease, else the one after that which has ended. `lease_job` coordinates the run, or did when its
-    agents died; `ended_job` ended last.
+    All pods must come to the same answer, so it depends on the board alone: the one with the lease,
+    else the one after the ended one. `lease_job` coordinates the run, or did when its agents died;
+    `ended_job` ended last.
     """
     live, ended = _number(job, lease_job), _number(job, ended_job)
     return max(-1 if live is None else live, -1 if ended is None else ended + 1, 0)
@@ -335,15 +330,14 @@ def _number(job: str, name: str | None) -> int | None:
 
 
 def exit_code(kind: str, code: int | None, *, stop_asked: bool) -> int:
-    """Return the code that a pod ends with.
+    """Return the exit code of a pod.
 
-    0 ends a job well and must not come from a pod whose run is not done. A code that ends it
-    badly must not come from a pod whose job continues, whatever its own agent says. All else is
-    tried again. A cancelled run stays down: a PyTorchJob ends with any code below 128, a JobSet
-    with 93 and 94 only.
+    0 ends a job well and must not come from a pod whose run is not done. A code that ends it badly
+    must not come from a pod whose job continues, whatever its own agent says. All else is tried
+    again. A cancelled run stays down: a PyTorchJob ends with any code below 128, a JobSet with 93
+    and 94 only.
 
-    `code` says how this generation has ended as a whole, 0 where the run is done; None: it
-    continues.
+    `code` is how this generation ended as a whole, 0 where the run is done; None: it continues.
     """
     assert kind in KINDS, kind
     if code in (EXIT_DONE, EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP):
@@ -373,7 +367,7 @@ def all_fail(counts: Mapping[str, int], num_nodes: int) -> bool:
 
 
 def place(kind: str, pod: str) -> str:
-    """Return what a pod and those that are made in its place have in common.
+    """Return what a pod and its replacements have in common.
 
     Only a PyTorchJob gives them the same name; a Job adds five characters, new each time.
     """

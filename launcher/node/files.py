@@ -2,13 +2,12 @@
 
 Called in a pod, by exec, where the launcher does not see the storage. Standard library only.
 
-put   reads what the run begins with, and writes it into RUN
-get   writes what is new in RUN since the launcher asked last
-drop  removes RUN, after a submission that failed
+put   reads the run's first files, and writes them into RUN get   writes the news in RUN since the
+launcher's last request drop  removes RUN, after a submission that failed
 
-A request is a line of JSON on stdin; that of `put` is followed by a tar. `get` answers with a tar,
-whose members say in pax headers from which byte of their file on they are. A pod's stdin cannot be
-closed and connections break off, so the last member of a tar says that it is whole (END).
+A request is a line of JSON on stdin; a tar follows that of `put`. `get` answers with a tar, whose
+members say in pax headers from which byte of their file on they are. A pod's stdin cannot be closed
+and connections break off, so the last member of a tar says that it is whole (END).
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _MOST_REQUEST: Final = 64 << 20
 
 
 def put(run_dir: Path, stream: IO[bytes]) -> int:
-    """Write what comes into `run_dir`; return an exit code.
+    """Write the incoming files into `run_dir`; return an exit code.
 
-    The request is `{"fresh": bool, "remove": [names]}`: whether there must be no run yet, and
-    files that are to go. Then nothing is left of what breaks off. Code that is there already (its
-    folder is called by its digest) stays.
+    The request is `{"fresh": bool, "remove": [names]}`: with `fresh` the run must not exist yet,
+    and nothing is left of a broken-off transfer; `remove` names files to delete. Existing code (its
+    folder is named by its digest) stays.
 
     Raises:
-        ValueError, tarfile.TarError: what comes is no such thing, or is cut off.
+        ValueError, tarfile.TarError: the input is malformed or cut off.
         OSError: the folder cannot be written.
     """
     asked = _request(stream)
@@ -71,10 +70,10 @@ def put(run_dir: Path, stream: IO[bytes]) -> int:
 
 
 def get(run_dir: Path, stream: IO[bytes], out: IO[bytes]) -> int:
-    """Write what is new in `run_dir` to `out`, as a tar; return an exit code.
+    """Write the news in `run_dir` to `out`, as a tar; return an exit code.
 
-    The request is `{"known": {path: [inode, offset, mtime_ns]}, "most_log_bytes": n}`. Of a log
-    that is new or was begun again only the last n bytes come.
+    The request is `{"known": {path: [inode, offset, mtime_ns]}, "most_log_bytes": n}`. Only the
+    last n bytes of a log come that is new or was begun again.
 
     Raises:
         ValueError: the request cannot be read.
@@ -102,8 +101,8 @@ def get(run_dir: Path, stream: IO[bytes], out: IO[bytes]) -> int:
 def new_part(info: os.stat_result, known: Sequence[int] | None, *, grows: bool) -> int | None:
     """Return the byte from which on a file is new; None: nothing of it is. Pure.
 
-    `known` is inode, bytes and mtime_ns of what the launcher has; `grows`: the file is only ever
-    added to.
+    `known` is the launcher's inode, bytes and mtime_ns of it; `grows`: the file is only ever
+    appended to.
     """
     inode, offset, mtime_ns = known or (-1, 0, 0)
     if inode != info.st_ino:
@@ -150,7 +149,7 @@ def _add_new(
 
 
 def _checked(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the members that are to be written below `root`."""
+    """Yield the members to write below `root`."""
     there: dict[str, bool] = {}
     for member in tar:
         if member.name == END:
@@ -175,7 +174,7 @@ def _checked(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _remove(run_dir: Path, *, keep: bool) -> None:
-    """Remove what is in `run_dir`, frozen code too; the folder itself unless `keep`."""
+    """Remove the content of `run_dir`, frozen code too; the folder itself unless `keep`."""
     for inside, _, _ in os.walk(run_dir):
         os.chmod(inside, 0o700)  # noqa: PTH101  os.walk gives texts
     if not keep:

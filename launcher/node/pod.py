@@ -2,7 +2,7 @@
 
 SIGTERM means that this pod goes: its agent leaves the job, which continues without it; only when
 all are asked to stop at once does the job save and end
-(elastic_trainer/agent/membership/coordinator.py). After `cancel --save` (RUN/stop.json is there) it
+(elastic_trainer/agent/membership/coordinator.py). After `cancel --save` (RUN/stop.json exists) it
 means the whole job.
 """
 
@@ -54,11 +54,11 @@ from launcher.spec.errors import UserError
 FIRST_PAUSE_S: Final = 10.0
 LONGEST_PAUSE_S: Final = 300.0
 LIVED_S: Final = 600.0
-"""A pod that has lived for so long before it fails starts counting again."""
+"""A pod that fails after living for so long starts counting again."""
 _BEGUN: Final = " begun"
 """Follows the count of a start that has not told yet how it ended."""
 MAX_FILE_BYTES: Final = 4 << 20
-"""The largest file of the ConfigMap."""
+"""Of a file of the ConfigMap."""
 
 
 class Pod:
@@ -70,7 +70,7 @@ class Pod:
         self._stop_asked = self._failed = False
         self._nodes = 0  # until job.json has told
         self._before: int | None = None
-        """Failures in a row before this start; None: this one is not counted yet."""
+        """Failures in a row before this start; None: not counted yet."""
 
     def run(self) -> int:
         """Serve until the agent has ended; return the code of the container."""
@@ -111,7 +111,7 @@ class Pod:
     def _is_one_too_many(self) -> bool:
         """Count this start as a failure until it ends otherwise; return whether the job is to end.
 
-        A container that is killed as a whole, as for memory, has no time to count.
+        A container that is killed as a whole, such as for memory, has no time to count.
         """
         self._before = counted(self._count)
         killed = _is_begun(self._count)
@@ -213,7 +213,7 @@ class Pod:
     def _again(self) -> int:
         """Count, and wait before the controller starts the pod again; return the container's code.
 
-        It waits longer with each failure in a row, and not at all where the job ends.
+        The wait grows with each failure in a row; there is none where the job ends.
         """
         lived = time.monotonic() - self._began >= LIVED_S
         count, code = 1, AGAIN_CHARGED
@@ -247,7 +247,7 @@ def pod(run_dir: Path, env: Mapping[str, str]) -> int:
     """Be PID 1 of a pod of the run `run_dir`; return the container's exit code.
 
     Raises:
-        UserError: HF674, this is no pod of a job.
+        UserError: HF674, this is not a pod of a job.
     """
     who = PodEnv.of(env)
     with taken_signals(TAKEN) as wait:
@@ -255,7 +255,7 @@ def pod(run_dir: Path, env: Mapping[str, str]) -> int:
 
 
 def _how_it_ended(attempt: Attempt, state: BoardState) -> int | None:
-    """Return how a generation has ended, and write it down where nobody has; None: it continues."""
+    """Return how a generation ended, noting it if nobody has; None: it continues."""
     if end_of(state, attempt.name) is None:
         return EXIT_DONE if state.finished else None
     found = attempt_result(state, attempt.name, exits={})
@@ -265,13 +265,13 @@ def _how_it_ended(attempt: Attempt, state: BoardState) -> int | None:
 
 
 def prepare(run_dir: Path, config_dir: Path) -> list[str]:
-    """Make the run directory from the job's ConfigMap, unless it is there; return the new files.
+    """Make the run directory from the job's ConfigMap, unless it exists; return the new files.
 
-    Any number of pods may do so at once: each file is complete when it appears, and the first
-    one counts. What is there already stays: it may name the frozen code.
+    Any number of pods may do so at once: each file is complete when it appears, and the first one
+    counts. Existing files stay: they may name the frozen code.
 
     Raises:
-        UserError: HF675, the directory belongs to another run; HF502, there is no job.json.
+        UserError: HF675, the directory belongs to another run; HF502, job.json is missing.
         OSError: the claim cannot be used.
     """
     here, rendered = run_dir / "job.json", config_dir / "job.json"
@@ -312,14 +312,14 @@ def failures(path: Path, *, lived: bool) -> int:
 
 
 def counted(path: Path) -> int:
-    """Return what `failures` has counted; 0: nothing that can be read."""
+    """Return the count of `failures`; 0: unreadable."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return max(int(path.read_text(encoding="ascii").split()[0]), 0)
     return 0
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether the start before this one was counted and has never told how it ended."""
+    """Return whether the start before this one was counted and has never told how it ended."""
     with contextlib.suppress(OSError, ValueError):
         return path.read_text(encoding="ascii").rstrip().endswith(_BEGUN)
     return False
@@ -337,7 +337,7 @@ SAVE_WAIT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodEnv:
-    """Who this pod is; see launcher/render/pod.py for what is set."""
+    """Who this pod is; launcher/render/pod.py sets the variables."""
 
     kind: str
     """One of decide.KINDS."""
@@ -363,7 +363,7 @@ class PodEnv:
         """Read it.
 
         Raises:
-            UserError: HF674, this is no pod of a job.
+            UserError: HF674, this is not a pod of a job.
         """
         kind, pod = env.get("HOLDFAST_KIND", ""), env.get("POD_NAME", "")
         shutdown = env.get("HOLDFAST_SHUTDOWN_S")
@@ -409,8 +409,8 @@ TAIL_BYTES: Final = 1 << 16
 def answer(lines: list[str], since_unix: float) -> Event | None:
     """Return the newest answer among an agent's events; None: no answer since. Pure.
 
-    Its step is the one that its workers were at; None: it runs none, so there is nothing to save.
-    The first and the last of `lines` may be torn.
+    Its step is the one that its workers were at; None: it runs none, so nothing is to be saved. The
+    first and the last of `lines` may be torn.
     """
     for event in map(Event.decode, reversed(lines)):
         if event is not None and event.event == "save.asked":
@@ -428,12 +428,11 @@ def next_act(
     epoch: int,
     over: bool,
 ) -> str:
-    """Say what preStop does next: `done`, `nothing`, `ask` or `wait`. Pure.
+    """Return preStop's next act: `done`, `nothing`, `ask` or `wait`. Pure.
 
-    A save that is under way when another is asked for makes the agents pass over the wish. So it is
-    asked again once that one counts, once a new epoch has begun, and when nobody has answered.
-    `newest` is epoch and step of the newest checkpoint, `seen` the same when the agent was asked
-    last.
+    Agents ignore the request while another save is under way. So it is repeated once that one
+    counts, once a new epoch has begun, and when nobody has answered. `newest` is epoch and step of
+    the newest checkpoint, `seen` the same at the agent's last request.
     """
     if over:
         return "done"
@@ -466,7 +465,7 @@ class Saving:
         self._seen = (-1, -1)
 
     def run(self) -> int:
-        """Return 0: saved, or there was nothing to save; 1: not in time."""
+        """Return 0: saved, or nothing was to be saved; 1: not in time."""
         wait_s = self._who.save_wait_s
         end_at = self._mono() + wait_s
         state = await_board(self._run_dir, mono=self._mono, wait=self._sleep, for_s=wait_s / 2)
@@ -534,7 +533,7 @@ def _newest(state: BoardState) -> tuple[int, int]:
 
 
 def _tail(path: Path) -> list[str]:
-    """Return the last lines of a file; none where there is no file."""
+    """Return the last lines of a file, if it exists."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

@@ -1,14 +1,14 @@
 """`steps`: runs the agents' srun, once for each node or a few of them, and again where it is lost.
 
 Slurm aborts a whole step when one of its nodes reboots before it was known to be down (srun:
-"Aborting, io error and missing step"), --no-kill or not. So nodes share no step as long as there
-are no more than MOST_STEPS of them. What is lost with a step is the memory of its agents; the
-others continue, and the node, which Slurm still counts to the job, joins them again.
+"Aborting, io error and missing step"), --no-kill or not. So nodes share no step as long as
+MOST_STEPS suffice. A lost step takes the memory of its agents with it; the others continue, and the
+node, which is still the job's, joins them again.
 
 An srun that starts while the controller is away ("Unable to confirm allocation", "Unable to create
 step", "Socket timed out") has not begun, and loses nothing: it is started again. One that Slurm
-refuses, or that a node cannot carry out, is no loss either: where no agent has ever begun, what it
-says is the job's error.
+refuses, or that a node cannot carry out, is no loss either: where no agent has ever begun, its
+words are the job's error.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ LONGEST_PAUSE_S: Final = 60.0
 LIVED_S: Final = 300.0
 """A step that lived so long begins again with the shortest pause."""
 LONE_TRIES: Final = 3
-"""So often all nodes are tried again while none runs; then the job ends, and is requeued."""
+"""Tries of all nodes while none runs; then the job ends, and is requeued."""
 MOST_STARTS: Final = 10
-"""So often in a row a step is started that is lost at once; then the job goes on without it."""
+"""Starts in a row of a step that is lost at once; then the job continues without it."""
 AWAY_PAUSE_S: Final = 10.0
 """Before an srun that could not reach the controller is started again."""
 AWAY_S: Final = 3600.0
@@ -62,13 +62,13 @@ class StepProcess(Protocol):
 
     @property
     def said(self) -> str:
-        """What it has said."""
+        """Its stderr."""
 
     def poll(self) -> int | None:
         """Return its exit code; None: it runs."""
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it a signal, which it passes on to its tasks."""
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class Step:
     nodes: tuple[str, ...]
     process: StepProcess | None = None
     said: str = ""
-    """What the last srun has said, and the node's log."""
+    """Last words of the last srun, and of the node's log."""
     began: float = 0.0
     lost: int = 0
-    """How often in a row."""
+    """Times in a row."""
     away: float | None = None
     """Since when its sruns have not reached the controller."""
     due: float = 0.0
@@ -89,10 +89,10 @@ class Step:
 
 
 def grouped(nodes: Sequence[str], most: int = MOST_STEPS) -> list[tuple[str, ...]]:
-    """Return `nodes` in at most `most` groups of sizes that differ by one at most. Pure.
+    """Return `nodes` in at most `most` groups whose sizes differ by at most one. Pure.
 
-    Nodes that share a group are lost together, so what is in memory and its copy should not share
-    one. Copies lie a whole number of replicas further on: mostly one node, or a power of two. Nodes
+    Nodes that share a group are lost together, so an image in memory and its copy should not share
+    one. Copies are a whole number of replicas further on: mostly one node, or a power of two. Nodes
     at such distances are in different groups, since each round of `most` begins one group later.
     """
     groups: list[list[str]] = [[] for _ in range(min(most, len(nodes)))]
@@ -114,10 +114,10 @@ def command_of(command: Sequence[str], nodes: Sequence[str], *, again: bool) -> 
 def to_start_again(
     nodes: Sequence[str], exits: Mapping[str, int], *, over: bool, allocated: Collection[str] | None
 ) -> tuple[str, ...]:
-    """Return those of a step's nodes whose agents are to be started again. Pure.
+    """Return the nodes of a step whose agents are to be started again. Pure.
 
     `exits` has the codes of the agents that could say how they ended. `over`: the job as a whole
-    has ended, or was asked to. `allocated` has the job's nodes now; None: not known.
+    has ended, or was asked to. `allocated` has the job's nodes now; None: unknown.
     """
     if over or _OF_ALL.intersection(exits.values()):
         return ()
@@ -188,7 +188,7 @@ class SlurmSteps:
                 step.process, step.began = self._start(command), self._mono()
 
     def _see_to(self, ended: Sequence[tuple[Step, int]]) -> None:
-        """Have what has ended without its agents' word started again, unless all is over."""
+        """Start again what has ended without its agents' word, unless all is over."""
         exits, over = self._attempt.exits(), self._over()
 
         def to_start(step: Step, allocated: Collection[str] | None) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class SlurmSteps:
             )
 
     def _lost(self, step: Step, code: int, silent: Sequence[str], again: tuple[str, ...]) -> None:
-        """Have a step started again on the nodes `again`, those `silent` ones that the job has."""
+        """Start a step again on the nodes `again`, the `silent` ones that the job still has."""
         if gone := [node for node in silent if node not in again]:
             say(f"{a_few(gone)}: lost, and no longer among the job's nodes")
         if not again:
@@ -239,7 +239,7 @@ class SlurmSteps:
         note(self._attempt, "step.lost", nodes=list(again), code=code, alone=alone)
 
     def _give_up(self) -> bool:
-        """End all where no agent has ever begun and none ever will; return whether it is so."""
+        """End all if no agent has ever begun and none ever will; return whether so."""
         given_up = [
             (refused(step.said), step.lost > LONE_TRIES) for step in self._steps if step.lost
         ]
@@ -270,7 +270,7 @@ class SlurmSteps:
         return state.finished or end_of(state, self._attempt.name) is not None
 
     def _checkpoint(self) -> str:
-        """Say what a run continues from that has lost all of its agents."""
+        """Say where a run continues that has lost all of its agents."""
         try:
             step = committed_step(board_of(self._attempt.run_dir))
         except (OSError, ValueError) as error:
@@ -318,14 +318,14 @@ def serve(
 
 
 TOTAL_GPUS: Final = "SLURM_GPUS"
-"""sbatch --gpus: of all nodes of the job, which an srun for one node would ask for."""
+"""sbatch --gpus: the total of the job's nodes, which an srun for one node would ask for."""
 _ASKS_FOR_GPUS: Final = re.compile(r"--(gpus-per-\w+|gres|tres-per-\w+)(=.*)?")
 _REFUSED: Final = re.compile(
     r"mutually exclusive|invalid|unrecogni[sz]ed|ambiguous|excluded list|job not submitted"
     r"|not available|not permitted|than permitted",
     re.IGNORECASE,
 )
-"""What Slurm says of an srun that no try would change (src/common/slurm_errno.c, opt.c)."""
+"""Slurm's words about an srun that no try would change (src/common/slurm_errno.c, opt.c)."""
 _PASSING: Final = re.compile(
     r"timed? ?out|tempora|unable to con|communication|connection|busy|node fail|failure on"
     r"|aborting|zero bytes|configuring|prolog|completing|invalid job id|drained|requeue|cancelled"
@@ -333,12 +333,12 @@ _PASSING: Final = re.compile(
     r"|error code: (429|5..)",
     re.IGNORECASE,
 )
-"""What it says when nodes or the controller are away, or the job ends."""
+"""Slurm's words when nodes or the controller are away, or the job ends."""
 _LONGEST: Final = 2000
 
 
 class Srun:
-    """A started srun; what it says goes on to stderr, and is kept."""
+    """A started srun, whose stderr is passed on and kept."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  for as long as this lives
@@ -348,7 +348,7 @@ class Srun:
         )
 
     def poll(self) -> int | None:
-        """Return its exit code; None: it runs. Called again and again, for what it says too."""
+        """Return its exit code; None: it runs. Passes on its stderr, so call it again and again."""
         code = self._process.poll()
         while new := os.pread(self._words.fileno(), 65536, self._shown):
             self._shown += len(new)
@@ -357,12 +357,12 @@ class Srun:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, which it passes on to its tasks."""
+        """See StepProcess."""
         self._process.send_signal(number)
 
     @property
     def said(self) -> str:
-        """What it has said."""
+        """See StepProcess."""
         begin = max(0, self._shown - _LONGEST)
         text = os.pread(self._words.fileno(), _LONGEST, begin).decode(errors="replace")
         return "; ".join(line.strip() for line in text.splitlines() if line.strip())

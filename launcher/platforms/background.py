@@ -1,7 +1,7 @@
-"""Runs on this machine, seen like submitted ones: a launcher of its own in the background.
+"""Runs on this machine, seen like submitted ones: a launcher in the background.
 
-`holdfast run --resume RUN` is the job. It says in RUN/launcher.json that it lives, and in
-RUN/summary.json how it ended, so runs that the user started by hand are seen alike.
+`holdfast run --resume RUN` is the job. RUN/launcher.json says that it lives, RUN/summary.json how
+it ended, so runs that the user started by hand are seen alike.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _POLL_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What RUN/launcher.json says."""
+    """The content of RUN/launcher.json."""
 
     job: str
     pid: int
     started: int | None
-    """Clock ticks since boot: a process id alone may have been given away since."""
+    """Clock ticks since boot: process ids are reused."""
     host: str
 
     @property
     def is_here(self) -> bool:
-        """Whether it was put on this machine, so that we can see its process."""
+        """Whether the process is on this machine, so that we can see it."""
         return self.host == socket.gethostname()
 
     @property
@@ -60,7 +60,7 @@ class Mark:
 
 
 def read_mark(run_dir: Path) -> Mark | None:
-    """Return the mark of `run_dir`, or None where it cannot be read."""
+    """Return the mark of `run_dir`, if it can be read."""
     raw = read_json(run_dir / MARK)
     try:
         return Mark(str(raw["job"]), int(raw["pid"]), raw["started"], str(raw["host"]))
@@ -94,8 +94,8 @@ class BackgroundBackend(Backend):
         """Start a launcher for `run_dir` that outlives this process.
 
         Raises:
-            UserError: HF205 the job needs GPUs; it is an array.
-            PermanentError: it ended at once; with what it said.
+            UserError: HF205 the job needs GPUs.
+            PermanentError: it ended at once; with its last words.
         """
         del without  # all nodes are this machine
         _refuse_what_cannot_run(files)
@@ -121,7 +121,7 @@ class BackgroundBackend(Backend):
         return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """Return where each stands, by its files and the table of processes."""
+        """Return the status of each job, by its files and the table of processes."""
         return {job: _status(Path(job.run_dir)) for job in jobs}
 
     def ask_to_save(self, job: JobRef) -> bool:
@@ -176,7 +176,7 @@ def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
 
 
 def _spawn(argv: list[str], env: Mapping[str, str], log: Path) -> int:
-    """Start a process in a session of its own, for Ctrl-C here is not meant for it."""
+    """Start a process in a new session: Ctrl-C here is not meant for it."""
     with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
         actions = [
             (os.POSIX_SPAWN_DUP2, nothing.fileno(), 0),
@@ -187,7 +187,7 @@ def _spawn(argv: list[str], env: Mapping[str, str], log: Path) -> int:
 
 
 def _ended(pid: int) -> int | None:
-    """Return the exit code of a child that has ended; None: it runs, or is no child of ours."""
+    """Return the exit code of a child that has ended; None: it runs, or is not our child."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -218,7 +218,7 @@ def _status(run_dir: Path) -> JobStatus:
 
 
 def _interrupt(run_dir: Path) -> bool:
-    """Send SIGINT to the launcher; return False where none lives."""
+    """Send SIGINT to the launcher; return False if it does not live."""
     mark = read_mark(run_dir)
     if mark is None:
         return False

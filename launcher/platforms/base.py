@@ -1,8 +1,8 @@
-"""What a platform must offer to run a job: the Backend protocol.
+"""The Backend protocol: what a platform must offer to run a job.
 
-Commands (`submit`, `status`, `list`, `logs`, `why`, `cancel`, `describe`) speak to
-platforms through this alone, so that they mean the same on each. Everything that is
-about the training itself (steps, losses, checkpoints) is in the run directory.
+Commands (`submit`, `status`, `list`, `logs`, `why`, `cancel`, `describe`) use platforms only
+through it, so they mean the same on each. Everything about the training itself (steps, losses,
+checkpoints) is in the run directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_SUCH_JOB = "no such job"
 
 
 class JobState(enum.StrEnum):
-    """Where a submission stands."""
+    """The state of a submission."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -59,30 +59,30 @@ class JobState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """One submission, so that no other is taken for it: platforms use ids again."""
+    """One submission, unmistakably: platforms reuse ids."""
 
     id: JobId
     submit_time: float | None = None
-    """Unix seconds on the platform's clock; None: it was not known when it was recorded."""
+    """Unix seconds on the platform's clock; None: unknown when it was recorded."""
     run_dir: str = ""
-    """The run it belongs to: what the platform keeps of the job names it."""
+    """Its run, which the platform's record of the job names."""
     cluster: str = ""
-    """One of several clusters that the platform speaks for; empty: the default."""
+    """One of several clusters of the platform; empty: the default."""
     own_script: bool = False
-    """Its batch script is one of the user's own (`holdfast wrap`), which may be anywhere."""
+    """Its batch script is the user's (`holdfast wrap`), which may be anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """One answer to "how is it?". Times are Unix seconds; None: not known, or not yet."""
+    """One answer to "how is it?". Times are Unix seconds; None: unknown, or not yet."""
 
     state: JobState
     code: int | None = None
-    """Exit code of the job as a whole; None while it runs, or where nobody knows."""
+    """Exit code of the job as a whole; None: it runs, or unknown."""
     reason: str = ""
-    """The platform's own words: a pending reason, how it ended, why nobody knows."""
+    """The platform's words: a pending reason, how it ended, why its state is unknown."""
     words: str = ""
-    """The same for people, with how to fix it where that is known; empty: nothing to say."""
+    """The same for people, with a fix if known."""
     expected_start: float | None = None
     """When the scheduler plans to start a pending job."""
     submitted: float | None = None
@@ -91,25 +91,24 @@ class JobStatus:
     ends_by: float | None = None
     """When a running job's time is up."""
     nodes: tuple[str, ...] = ()
-    """Names of its nodes; empty while it has none."""
     nodes_lost: tuple[str, ...] = ()
-    """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
+    """Its nodes that the platform holds for dead or cannot reach."""
     broke: float | None = None
-    """When the platform ended a node of it last, or found that it cannot start: `words` say how.
-    None: it has not, or the node has been well for long since."""
+    """When the platform last ended a node of it, or found that it cannot start: `words` say how.
+    None: never, or the node has been well for long since."""
     suspended: bool = False
-    """Its processes are stopped where they are; the platform can let them continue."""
+    """Its processes are stopped; the platform can let them continue."""
     failed_starts: Mapping[str, str] = field(default_factory=dict)
     """Node -> id of the container that could not be started there, where the platform tries again
     without limit. The next try has another id."""
     num_nodes: int = 0
-    """How many nodes it is to have; 0: not known."""
+    """Nodes that it is to have; 0: unknown."""
     batch_host: str = ""
-    """The node that runs the batch script, lost or not; empty where none does."""
+    """The node that runs the batch script, lost or not."""
     restarts: int | None = None
-    """How often the platform has put it back into the queue; None: it does not say."""
+    """Requeues by the platform; None: it does not say."""
     source: str = ""
-    """Who said so, as squeue; empty: nobody did."""
+    """Who said so, such as squeue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +120,11 @@ class PlatformEvent:
 
 
 class Backend(Protocol):
-    """Submits what was rendered and watches it. Everything else is in the run directory.
+    """Submits rendered bundles and watches them. Everything else is in the run directory.
 
-    Calls may raise UserError (what the user asked for cannot be had), TemporaryError (try
-    again later; calls have tried again themselves before) or PermanentError. Methods with a body
-    suit a platform of this machine's storage, without arrays.
+    Calls may raise UserError (the request cannot be met), TemporaryError (try again later; calls
+    have tried again themselves) or PermanentError. Methods with a body suit a platform with this
+    machine's storage and without arrays.
     """
 
     @property
@@ -142,10 +141,10 @@ class Backend(Protocol):
     ) -> list[Problem]:
         """Ask the platform, read-only and for seconds, what keeps this bundle from ever running.
 
-        Only what the platform itself would not refuse at once in clear words. What cannot be asked
-        is left out: nothing is raised, and no error is found where the job would run as the
-        platform is configured now. What it only has to wait for are warnings. `without` names nodes
-        that are not to be used, besides those of the bundle.
+        Only problems that the platform itself would not refuse at once in clear words. Unknown
+        facts are left out: nothing is raised, and no error is found where the job would run as the
+        platform is configured now. Mere waiting makes warnings. `without` names nodes to avoid
+        besides the bundle's.
         """
         del files, without
         return []
@@ -160,9 +159,8 @@ class Backend(Protocol):
     ) -> JobRef:
         """Submit the bundle in `run_dir`; when this raises, nothing was submitted.
 
-        `run_dir` is absolute, on storage the nodes share; `files` have been written into it.
-        `tasks` limits an array to these. `without` names nodes that are not to be used, besides
-        those of the bundle.
+        `run_dir` is absolute, on storage the nodes share, and has the `files`. `tasks` limits an
+        array to these. `without` names nodes to avoid besides the bundle's.
         """
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
@@ -171,7 +169,7 @@ class Backend(Protocol):
         return str(run_dir)
 
     def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
-        """Return whether board and secret of a run are elsewhere than in its directory."""
+        """Return whether a run's board and secret are outside its directory."""
         del files
         return False
 
@@ -181,23 +179,23 @@ class Backend(Protocol):
         return job
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """Return where each of `jobs` stands, by one batched query.
+        """Return the status of each job, by one batched query.
 
-        Never raises because the platform is away or knows nothing: such jobs are UNKNOWN,
-        with the reason.
+        Never raises because the platform is away or knows nothing: such jobs are UNKNOWN, with the
+        reason.
         """
 
     def ask_to_save(self, job: JobRef) -> bool:
-        """Ask a running `job` to save and end; return False where nothing runs to be asked."""
+        """Ask a running `job` to save and end; return False if it does not run."""
 
     def cancel(self, job: JobRef) -> None:
-        """End `job` at once; one that has ended already is no error."""
+        """End `job` at once, if it has not ended already."""
 
     def output_files(self, job: JobRef) -> list[Path]:
-        """Return the files with what the platform's own part of `job` has written, oldest first."""
+        """Return the files of the platform's own output of `job`, oldest first."""
 
     def describe(self, job: JobRef) -> dict[str, str]:
-        """Return what the platform keeps about `job`, in its own names; empty: nothing."""
+        """Return the platform's record of `job`, in its own names."""
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
         """Return what the platform did with `job`, in order of time."""
@@ -205,18 +203,18 @@ class Backend(Protocol):
         return []
 
     def fetch(self, job: JobRef) -> None:
-        """Bring what the run has written into `job.run_dir`, where storage is not shared.
+        """Bring the run's new files into `job.run_dir`, where storage is not shared.
 
-        Everything that reads a run directory calls this before.
+        Everything that reads a run directory calls this first.
         """
 
 
 @runtime_checkable
 class RemoteExec(Protocol):
-    """What a platform offers besides: commands on its nodes, where ssh and srun do not reach."""
+    """Commands on a platform's nodes, where ssh and srun do not reach."""
 
     def remote_paths(self, job: JobRef) -> tuple[str, str]:
-        """Return the interpreter with holdfast and the run directory, as the nodes have them."""
+        """Return the interpreter with holdfast and the run directory, as on the nodes."""
 
     def run_on(
         self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float
@@ -229,49 +227,46 @@ class RemoteExec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine that a platform has."""
+    """A machine of a platform."""
 
     name: str
     closed: str = ""
     """Why the platform begins no job there, in its own words; empty: it does."""
     rack: str = ""
-    """What it shares power or a switch with, as the platform calls that; empty: not known."""
+    """The platform's name for machines that share power or a switch; empty: unknown."""
 
 
 @runtime_checkable
 class Machines(Protocol):
-    """What a platform offers besides whose machines can be named."""
+    """Machines of a platform, by name."""
 
     def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
-        """Return all machines.
-
-        A bundle in `files` may name another cluster than the user's current one.
-        """
+        """Return all machines of the cluster that `files` names, or of the current one."""
 
     def register_server(self, of: Mapping[str, str] | JobRef) -> Server:
         """Return a client of the cluster of a bundle or a job, for the ledger in a ConfigMap.
 
         Raises:
-            UserError: HF690 there are none on this platform; HF632, HF750 to HF752 no way to it.
+            UserError: HF690 this platform has none; HF632, HF750 to HF752 no way to it.
         """
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
         """Let no job begin on these, and ask ours there to leave at a step boundary.
 
         Raises:
-            UserError: HF693 the platform refuses, as to who may not.
+            UserError: HF693 the platform refuses.
         """
 
     def still_on(self, names: Sequence[str]) -> dict[str, str]:
-        """Return those on which something of a job still is, and what, for people."""
+        """Return the machines on which something of a job still is, and what, for people."""
 
 
 @runtime_checkable
 class ChangeFeed(Protocol):
-    """What a platform offers besides that notifies of changes."""
+    """Notifications of a platform about changes."""
 
     def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:
-        """Set the event, until the end of the context, whenever something of `job` has changed."""
+        """Set the event, until the end of the context, whenever something of `job` changes."""
 
 
 # -- Exit codes of a job --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Runs the commands of a platform: the one seam to sbatch, squeue and their like.
+"""Runs the commands of a platform: the one seam to sbatch, squeue and the like.
 
-Every call has a time-out, gets nothing on stdin but what it is given, and takes its whole
-process group with it when it is killed. What failed is a type: a program that is not there
-is the user's to fix, one that does not answer is temporary.
+Every call has a time-out, an stdin of its own, and takes its whole process group with it when it is
+killed. The type of an error tells: a missing program is the user's to fix, one that does not answer
+is temporary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SAID = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a command said."""
+    """The result of a command."""
 
     argv: tuple[str, ...]
     code: int
@@ -34,33 +34,30 @@ class CommandResult:
 
     @property
     def complaint(self) -> str:
-        """What it wrote to stderr, else to stdout, without empty lines, and not endlessly."""
+        """Its stderr, else its stdout, without empty lines, cut at MAX_SAID."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         said = "\n".join(line.rstrip() for line in lines if line.strip())
         return said if len(said) <= MAX_SAID else said[: MAX_SAID - 1] + "…"
 
 
 class TimedOutError(TemporaryError):
-    """A command did not end in time: whether it did its work is not known."""
+    """A command did not end in time: whether it did its work is unknown."""
 
 
 class Commands(Protocol):
-    """What backends ask for; `SystemCommands` is the real one."""
+    """The runner of commands that backends ask for; `SystemCommands` is the real one."""
 
     def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
         """Run one command to its end.
 
         Raises:
-            UserError: HF650 there is no such program.
+            UserError: HF650 the program is missing.
             TimedOutError: it did not end within `timeout_s` seconds and was killed.
         """
 
 
 class SystemCommands:
-    """Runs programs found on PATH.
-
-    `fix` says for a program what a user without it can do.
-    """
+    """Runs programs found on PATH; `fix` has, by program, the way out of a user without it."""
 
     def __init__(
         self,
@@ -111,6 +108,5 @@ class SystemCommands:
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """Return the command for people, not endlessly."""
     text = shlex.join(argv)
     return text if len(text) <= 120 else text[:119] + "…"

@@ -1,4 +1,4 @@
-"""This distribution where it is installed, and packages that a command needs besides."""
+"""This distribution as it is installed, and packages that single commands need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DISTRIBUTION: Final = "holdfast-ml"
 
 
 def installed_version() -> str:
-    """Return the version that is installed; empty for a checkout that is not."""
+    """Return the installed version; empty for a checkout that is not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -23,10 +23,9 @@ def installed_version() -> str:
 
 
 def install_line(extra: str = "") -> str:
-    """Return the command that installs this distribution with what one of its extras names.
+    """Return the command that installs this distribution with an extra.
 
-    Where the distribution is installed, from a wheel or a checkout, its name is enough: pip then
-    looks for no other.
+    Once installed, from a wheel or a checkout, its name is enough: pip then looks for no other.
     """
     what = DISTRIBUTION if installed_version() else Path(__file__).parents[2]
     return f"pip install {shlex.quote(f'{what}[{extra}]' if extra else str(what))}"
@@ -35,11 +34,11 @@ def install_line(extra: str = "") -> str:
 def need(what: str, *packages: str, extra: str = "") -> None:
     """Check that packages can be imported.
 
-    `what` needs them, for the message; `extra` is the extra of this distribution that has them,
-    empty: it needs them itself.
+    `what` needs them, for the message; `extra` is this distribution's extra with them, empty: it
+    needs them itself.
 
     Raises:
-        UserError: HF632 one is not there.
+        UserError: HF632 one is missing.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

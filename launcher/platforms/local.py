@@ -1,7 +1,7 @@
 """The emulated cluster: one agent per "node", all on this machine.
 
-A node is a process group of its own: the agent, its zygote, its workers. Each
-has a loopback address of its own, so nodes meet as they would over a network.
+A node is a process group: the agent, its zygote, its workers. Each has its own loopback address, so
+nodes meet as they would over a network.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from launcher.platforms.retries import polled
 from launcher.spec.errors import PermanentError
 
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
-"""A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
-of a file (agent/workers/environment.py). Its power loss is ours to tidy."""
+"""A killed agent leaves `holdfast-<run id>-<node>-<random>` here, with a file whose lock it held
+(agent/workers/environment.py). After an emulated power loss we tidy it."""
 _LOCK = "owner"
 
 SMALL_DISK_BYTES = 1 << 30
@@ -64,8 +64,8 @@ class LocalNode:
 def loopback_address(run_id: str, index: int) -> str:
     """Return the address of node `index`: 127.a.b.n, with a and b from the run's id.
 
-    Runs on one machine get addresses of their own, so a stray agent of one never
-    reaches another. a and b avoid 0 and 255; 127.0.x.y stays free for others.
+    Runs on one machine differ in their addresses, so a stray agent of one never reaches another. a
+    and b avoid 0 and 255; 127.0.x.y stays free for others.
     """
     assert 0 <= index < 250, f"node {index}: an emulated cluster has at most 250 nodes"
     digest = hashlib.sha256(run_id.encode()).digest()
@@ -75,9 +75,8 @@ def loopback_address(run_id: str, index: int) -> str:
 class LocalCluster:
     """Starts, kills, pauses and returns the nodes of one run.
 
-    Use it as a context: leaving it kills whatever is left. Start it from the
-    main thread: agents die with the thread that started them, so that a killed
-    launcher leaves none behind.
+    Use it as a context: leaving it kills whatever is left. Start it from the main thread: agents
+    die with the thread that started them, so a killed launcher leaves none behind.
     """
 
     name = "local"
@@ -102,11 +101,9 @@ class LocalCluster:
         }
 
     def __enter__(self) -> Self:
-        """Return itself; nothing is started yet."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left."""
         self.kill_all()
 
     def start(self) -> None:
@@ -115,7 +112,7 @@ class LocalCluster:
             self.start_node(name)
 
     def start_node(self, name: str) -> None:
-        """Power on `name`.
+        """Power on `name`, new or again.
 
         Raises:
             PermanentError: its agent cannot be started.
@@ -140,7 +137,7 @@ class LocalCluster:
         node.killed_at, node.paused, node.starts = None, False, node.starts + 1
 
     def agent_log(self, name: str) -> Path:
-        """Return where the agent of `name` writes; it holds all its starts in this attempt."""
+        """Return the log of the agent of `name`, with all its starts in this attempt."""
         return self.run_dir / "logs" / str(self.attempt) / name / "agent.log"
 
     def pids(self, name: str) -> set[int]:
@@ -152,7 +149,7 @@ class LocalCluster:
         """Emulate a power loss: agent, zygote and workers die at once; returns when all are gone.
 
         Raises:
-            PermanentError: something is still there after `timeout_s`.
+            PermanentError: processes are left after `timeout_s`.
         """
         node = self.nodes[name]
         if node.process is None:
@@ -177,7 +174,7 @@ class LocalCluster:
             raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
 
     def kill_agent(self, name: str) -> None:
-        """SIGKILL the agent of `name` and nothing else: what dies with it is its own affair."""
+        """SIGKILL the agent of `name` and nothing else."""
         node = self.nodes[name]
         assert node.process is not None, f"{name} was never started"
         node.process.kill()
@@ -196,40 +193,25 @@ class LocalCluster:
             raise PermanentError(f"{name} has no zygote now")
         signal_all({found}, signal.SIGKILL)
 
-    def kill_worker(self, pid: int) -> None:
-        """SIGKILL one worker; it must be a process of this cluster.
-
-        Raises:
-            PermanentError: it is not, or it is gone already.
-        """
-        self._signal_worker(pid, signal.SIGKILL)
-
-    def pause_worker(self, pid: int) -> None:
-        """SIGSTOP one worker; it must be a process of this cluster.
-
-        Raises:
-            PermanentError: it is not, or it is gone already.
-        """
-        self._signal_worker(pid, signal.SIGSTOP)
-
     def ask_worker(self, number: Inside, pid: int) -> None:
         """Have one worker suffer a fault that only it can bring about.
 
         Raises:
-            PermanentError: it does not listen, as scripts and workers that just start.
+            PermanentError: it does not listen, such as scripts and workers that just start.
         """
         if not catches(pid, number):
             raise PermanentError(f"process {pid} takes no such fault: not a trainer, or starting")
-        self._signal_worker(pid, number)
+        self.signal_worker(number, pid)
 
-    def _signal_worker(self, pid: int, number: int) -> None:
+    def signal_worker(self, number: int, pid: int) -> None:
+        """Send a signal to one worker.
+
+        Raises:
+            PermanentError: it is not a live process of this cluster.
+        """
         if not any(pid in self.pids(name) for name in self.nodes):
             raise PermanentError(f"process {pid} is not a live worker of this run")
         signal_all({pid}, number)
-
-    def return_node(self, name: str) -> None:
-        """Power on a node that was killed or whose agent has ended."""
-        self.start_node(name)
 
     def pause_node(self, name: str) -> None:
         """SIGSTOP everything on `name`: silent, but no connection is closed."""
@@ -242,7 +224,7 @@ class LocalCluster:
         self.nodes[name].paused = False
 
     def longest_dead(self) -> str | None:
-        """Return the node that was killed first of those still dead; None: all run."""
+        """Return the first killed node of those still dead, if any."""
         dead = [node for node in self.nodes.values() if node.killed_at is not None]
         return min(dead, key=lambda node: node.killed_at or 0.0).name if dead else None
 
@@ -255,7 +237,7 @@ class LocalCluster:
                 node.process.send_signal(signal.SIGTERM)
 
     def check_small_disk(self) -> None:
-        """See that the run directory's file system may be filled.
+        """Check that the run directory's file system may be filled.
 
         Raises:
             PermanentError: it may hold more than this run.
@@ -267,7 +249,7 @@ class LocalCluster:
             raise PermanentError(f"{self.run_dir} is larger than {SMALL_DISK_BYTES >> 30} GiB")
 
     def fill_disk(self, *, left_bytes: int) -> None:
-        """Leave so much space on the run directory's file system; `check_small_disk` first."""
+        """Fill the run directory's file system but for so much; `check_small_disk` first."""
         block = bytes(1 << 12)
         with self._filler.open("wb", buffering=0) as file:
             with contextlib.suppress(OSError):
@@ -291,7 +273,7 @@ class LocalCluster:
             self._tidy(name)
 
     def _tidy(self, name: str) -> None:
-        """Remove what killed agents of `name` left in memory; a power loss would have."""
+        """Remove the leftovers in memory of killed agents of `name`, as a power loss would."""
         for path in SCRATCH.glob(f"{glob.escape(f'holdfast-{self.run_id}-{name}-')}*"):
             try:
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -307,7 +289,7 @@ class LocalCluster:
                 os.close(lock)
 
     def alive(self) -> list[str]:
-        """Return the names of the nodes whose agents run, paused ones included."""
+        """Return the nodes whose agents run, paused ones included."""
         return [name for name, node in self.nodes.items() if node.alive]
 
     def codes(self) -> dict[str, int]:
@@ -366,9 +348,8 @@ def with_packages(python_path: str | None) -> str:
 
 
 # -- Processes of one emulated node ---------------------------------------------------------------
-# A node's processes are those that carry its marker in the environment they were
-# started with, those of the agent's session, and all their descendants: three
-# nets, since a power loss must leave nothing.
+# A node's processes have its marker in their first environment, or are in the agent's session, or
+# descend from those: three nets, since a power loss must leave nothing.
 
 
 MARKER = "HOLDFAST_EMULATED_NODE"
@@ -385,11 +366,11 @@ class Process:
     ppid: int
     session: int
     state: str
-    """One letter as in proc(5); Z is a zombie, which holds nothing any more."""
+    """One letter as in proc(5); a zombie (Z) holds nothing any more."""
 
 
 def process_table(proc: Path = Path("/proc")) -> list[Process]:
-    """Return every process that can be seen; without those that end meanwhile."""
+    """Return every visible process."""
     table = []
     for entry in os.scandir(proc):
         if not entry.name.isdigit():
@@ -418,7 +399,7 @@ def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]
 
 
 def child_named(parent: int, name: str, proc: Path = Path("/proc")) -> int | None:
-    """Return the child of process `parent` that calls itself `name`, or None.
+    """Return the child of process `parent` that calls itself `name`, if any.
 
     What a child forks may have the same name, but has another parent.
     """
@@ -452,7 +433,7 @@ def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
 def start_ticks(pid: int) -> int | None:
     """Return when process `pid` started, in clock ticks since boot; None: it is gone, or a zombie.
 
-    A pid alone may have been given to another process since.
+    Process ids alone are reused.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -463,18 +444,16 @@ def start_ticks(pid: int) -> int | None:
 
 
 def signal_all(pids: set[int], number: int) -> None:
-    """Send `number` to each; one that is gone already is no error."""
+    """Send `number` to each that still exists."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def die_with_parent() -> Callable[[], None]:
     """Return a function for the child side of fork: SIGKILL when its parent dies.
 
-    The library is looked up here, since between fork and exec little is safe.
+    The library is looked up here, since little is safe between fork and exec.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()

@@ -1,10 +1,10 @@
-"""How the outside world is asked again: the launcher's only policies of retrying and polling.
+"""The launcher's only policies of retrying and polling.
 
     retried  after a temporary failure, with growing random waits, for a limited time
     insist   until it works, however long that takes
     polled   at a fixed rate until an answer is the wanted one, for a limited time
 
-Waits within a process (signals, events, locks) are no retries and do not belong here.
+Waits within a process (signals, events, locks) do not belong here.
 """
 
 from __future__ import annotations
@@ -33,18 +33,13 @@ def retried(
     but_not: tuple[type[TemporaryError], ...] = (),
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Result:
-    """Return what `call` returns; after a TemporaryError it is called again.
+    """Return what `call` returns, repeating it after a TemporaryError.
 
-    Args:
-        call: may raise anything; only a TemporaryError is tried again.
-        for_s: no new try begins this many seconds after the first one began.
-        first_wait_s: the longest first wait between two tries; it doubles.
-        longest_wait_s: it doubles up to here. Waits are random up to their length, so that
-            many users of one busy controller do not come back together. An error that has
-            `retry_after_s` is waited for so long instead.
-        only: which TemporaryError is tried again.
-        but_not: which of these are not, as where it is unknown whether a call took effect.
-        sleep: how to wait.
+    No new try begins `for_s` seconds after the first began. Waits are random, so that many users of
+    one busy controller do not come back together; their longest length doubles from `first_wait_s`
+    to `longest_wait_s`. An error with `retry_after_s` is waited for so long instead. Only errors of
+    type `only` are repeated, and not those of `but_not`, such as after a call that may have taken
+    effect.
 
     Raises:
         TemporaryError: the last one, when time was up.
@@ -77,7 +72,7 @@ def insist(
     on_error: Callable[[BaseException], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Result:
-    """Return what `call` returns; after each TemporaryError it is called again, for ever.
+    """Return what `call` returns, repeating it after each TemporaryError, for ever.
 
     The first wait doubles up to `longest_wait_s`. `on_error` is called before each.
     """
@@ -102,10 +97,10 @@ def polled(
     sleep: Callable[[float], None] = time.sleep,
     mono: Callable[[], float] = time.monotonic,
 ) -> _Result:
-    """Look again and again until `until(what was seen)`; return what was seen last.
+    """Look again and again until `until(seen)`; return what was seen last.
 
-    No new look begins `for_s` seconds after the first one began; infinity: no limit. What `look`
-    raises ends the polling.
+    No new look begins `for_s` seconds after the first one began; infinity: no limit. Errors of
+    `look` end the polling.
     """
     import tenacity
 
@@ -121,7 +116,6 @@ def polled(
 
 
 def _seen(state: tenacity.RetryCallState) -> object:
-    """Return what was seen when time was up."""
     assert state.outcome is not None, "a look has been taken"
     return state.outcome.result()
 

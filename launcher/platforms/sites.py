@@ -1,15 +1,12 @@
-"""Named clusters with their defaults: what a job file leaves out of the machines it runs on.
+"""Named clusters with their defaults, which a job file leaves out.
 
 A file of sites is YAML, in ~/.config/holdfast/sites.yaml or /etc/holdfast/sites.yaml:
 
-    alps:
-      target: slurm
-      defaults:
-        cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM}
-        slurm: {account: a-llm, partition: normal}
+    alps: target: slurm defaults: cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM} slurm: {account:
+        a-llm, partition: normal}
 
-Each default is a --set that comes before those of the command line, where the job file is silent.
-A site with `ssh: HOST` is elsewhere: commands run there (launcher/runs/over_ssh.py).
+Each default is a --set that comes before those of the command line, where the job file is silent. A
+site with `ssh: HOST` is elsewhere: commands run there (launcher/runs/over_ssh.py).
 """
 
 from __future__ import annotations
@@ -60,12 +57,12 @@ class Site(SpecSection):
     )
 
     def sets(self, job: Mapping[str, Any]) -> list[str]:
-        """Return what the job does not say itself, as --set takes it. Pure."""
+        """Return the defaults that the job does not say itself, as --set takes them. Pure."""
         return list(_missing(self.defaults, job, ""))
 
 
 def files(env: Mapping[str, str]) -> Sequence[Path]:
-    """Return where sites are looked for; a name counts where it comes first."""
+    """Return the files of sites; a name counts in the first that has it."""
     if named := env.get(VARIABLE):
         return (Path(named),)
     config = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -76,7 +73,7 @@ def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
     """Return the site called `name`.
 
     Raises:
-        UserError: HF208 there is none; HF209 a file of sites is wrong; HF002 to HF008 it is no
+        UserError: HF208 it is unknown; HF209 a file of sites is wrong; HF002 to HF008 it is not
             YAML.
     """
     known: list[str] = []

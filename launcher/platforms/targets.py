@@ -1,4 +1,4 @@
-"""Name -> (renderer, backend): the only place that knows which platforms there are.
+"""Name -> (renderer, backend): the only place that knows which platforms exist.
 
 Modules are named, not imported: a command that needs none of them stays fast.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One platform. All are `module:attribute`."""
+    """One platform; functions are named `module:attribute`."""
 
     renderer: str
     backend: str
@@ -51,19 +51,19 @@ class Target:
     def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
         """Check what the renderer would refuse; nothing is rendered.
 
-        `places` are run_id, run_dir and base_dir, as the renderer's.
+        `places` are the renderer's run_id, run_dir and base_dir.
 
         Raises:
-            UserError: what the renderer would raise.
+            UserError: as the renderer.
         """
         if self.checker is not None:
             kind = {} if self.kind is None else {"kind": self.kind}
             _load(self.checker)(spec, plan, **kind, **places)
 
     def load_sweep_renderer(self) -> Callable[..., dict[str, str]] | None:
-        """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if there is one.
+        """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if any.
 
-        Task i of the array that is rendered runs in the folder `run_dir/i`.
+        Task i of the array runs in the folder `run_dir/i`.
         """
         if self.sweep_renderer is None:
             return None
@@ -109,7 +109,7 @@ def target_named(name: str) -> Target:
     """Return the platform called `name`.
 
     Raises:
-        UserError: HF206: there is none.
+        UserError: HF206: it is unknown.
     """
     if name not in TARGETS:
         raise UserError("HF206", f"{name} is not a target; use {', '.join(TARGETS)}")
@@ -117,7 +117,5 @@ def target_named(name: str) -> Target:
 
 
 def _load(dotted: str) -> Any:
-    """Import `module` or `module:attribute`."""
     module, _, attribute = dotted.partition(":")
-    loaded = importlib.import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+    return getattr(importlib.import_module(module), attribute)

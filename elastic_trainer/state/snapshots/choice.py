@@ -1,9 +1,9 @@
 """Which snapshot a restore takes, and where its parts are. Pure.
 
-An image's index has a row for each part of a tensor. Whoever has found the image right sends
-each row to the tensor's owner, a rank that its name picks; whoever restores asks the owners for
-the parts that meet its own. So what a rank sends, keeps and gets grows with the tensors it
-holds: if every rank got every row, 16,384 ranks would each need a gigabyte.
+An image's index has a row for each part of a tensor. Whoever has verified the image sends each row
+to the tensor's owner, a rank that its name picks; a restoring rank asks the owners for the parts
+that meet its own. So what a rank sends, keeps and gets grows with the tensors it holds: if every
+rank got every row, 16,384 ranks would each need a gigabyte.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Holding:
     """Of the agent that serves it."""
     port: int
     committed: bool = False
-    """Its writer knew the step to be committed, or a restore took it. The keeper of a copy that is
-    made before the commit never knows of it."""
+    """Its writer knew the step to be committed, or a restore took it. A keeper whose copy was made
+    before the commit never knows."""
 
     @property
     def key(self) -> tuple[int, int]:
-        """(step, epoch): images of one key fit together, and of no other."""
+        """(step, epoch): images of one key fit together, others do not."""
         return self.header.step, self.header.epoch
 
 
 def newest_first(holdings: Iterable[Holding]) -> list[tuple[int, int]]:
     """Return the keys (step, epoch) that somebody holds images of, newest first.
 
-    Of two epochs that reached the same step the later one counts: it is what was trained on.
+    Of two epochs that reached the same step the later one counts: training continued from it.
     """
     return sorted({holding.key for holding in holdings}, reverse=True)
 
@@ -67,7 +67,7 @@ def unpacked(number: int) -> tuple[int, int]:
 def extent(holdings: Iterable[Holding], key: tuple[int, int]) -> tuple[int, int, int]:
     """Return (shards, ranks, whether committed) of the snapshot of `key`, as far as known here.
 
-    The maxima over all nodes are those of the snapshot; 0 where nothing is known.
+    The maxima over all nodes are those of the snapshot; unknown: 0.
     """
     mine = [holding for holding in holdings if holding.key == key]
     return (
@@ -82,7 +82,7 @@ def marks(
 ) -> list[int]:
     """Return a 1 for each shard, then for each rank, of which an image of `key` is here, else 0.
 
-    The maxima over all nodes say of which there is one anywhere.
+    Maxima over all nodes say which exist anywhere.
     """
     found = [0] * (num_shards + num_ranks)
     for header in (holding.header for holding in holdings if holding.key == key):
@@ -94,22 +94,22 @@ def marks(
 
 
 def gone(found: Sequence[int], num_shards: int) -> list[int]:
-    """Return the shards that nobody holds, of everybody's marks; none means it is whole."""
+    """Return the shards that nobody holds, by everybody's marks; empty: the snapshot is whole."""
     return [shard for shard in range(num_shards) if not found[shard]]
 
 
 def everybody_got_there(found: Sequence[int], num_shards: int, *, committed: bool) -> bool:
-    """Return whether every rank is known to have completed the step, of everybody's marks.
+    """Return whether every rank has completed the step, by everybody's marks.
 
-    A replica of HSDP may hold the whole state of a step that a rank of another has not
-    completed: its ledger has no line of that step, so nobody may continue from it. Known it is by
-    the commit, or by an image of every rank, its own or the copy.
+    A replica of HSDP may hold the whole state of a step that a rank of another has not completed:
+    its ledger has no line of that step, so nobody may continue from it. The commit proves it, or an
+    image of every rank, original or copy.
     """
     return committed or all(found[num_shards:])
 
 
 def describe_missing(key: tuple[int, int], missing: Sequence[int], num_shards: int) -> str:
-    """Say why the snapshot of `key`, of which shards are `missing`, cannot be used."""
+    """Say why the snapshot of `key`, which lacks shards, cannot be used."""
     step, epoch = key
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
@@ -119,9 +119,9 @@ def describe_missing(key: tuple[int, int], missing: Sequence[int], num_shards: i
 
 
 FEW_NODES: Final = 2
-"""All ranks get them: more would make the table too long, and fewer read too often."""
+"""All ranks get their sources: more would lengthen the table, fewer be read too often."""
 Found = Sequence[tuple[Holding, Sequence[Part]]]
-"""Images that were found right, and what they hold."""
+"""Verified images and their parts."""
 Source = tuple[Holding, Part]
 """A part, and the image to read it from."""
 _HEADER_FIELDS = tuple(field.name for field in fields(Header))
@@ -138,21 +138,21 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What all ranks know of a tensor."""
+    """A tensor as all ranks know it."""
 
     dtype: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...] = ()
-    """Where all of it lies, when it is in one piece that only a few nodes hold: nobody asks."""
+    """Where it is, if in one piece that only a few nodes hold: then no rank asks."""
 
 
 def owner_of(name: str, num_ranks: int) -> int:
-    """Return the rank that knows where the parts of tensor `name` lie."""
+    """Return the rank that knows where the parts of tensor `name` are."""
     return zlib.crc32(name.encode()) % num_ranks
 
 
 def rows_for_owners(found: Found, num_ranks: int) -> dict[int, bytes]:
-    """Return owner -> what it is to know of the images in `found`."""
+    """Return owner -> its rows of the images in `found`."""
     rows: dict[int, list[Any]] = defaultdict(list)
     for holding, parts in found:
         by_owner: dict[int, list[Any]] = defaultdict(list)
@@ -166,13 +166,10 @@ def rows_for_owners(found: Found, num_ranks: int) -> dict[int, bytes]:
 def questions_for_owners(
     boxes: Iterable[Box], num_ranks: int, *, node: str, spread: int
 ) -> dict[int, bytes]:
-    """Return owner -> the question where the parts that meet `boxes` lie.
+    """Return owner -> the question where the parts that meet `boxes` are.
 
-    Args:
-        boxes: what is needed.
-        num_ranks: of the group.
-        node: whose own images are preferred.
-        spread: this rank; others' images are read in turn, so that no agent serves everybody.
+    Images of `node` are preferred; others' are read in turn by `spread`, this rank, so that no
+    agent serves everybody.
     """
     wanted: dict[int, list[Any]] = defaultdict(list)
     for box in boxes:
@@ -181,14 +178,14 @@ def questions_for_owners(
 
 
 def read_answer(raw: bytes) -> list[Source]:
-    """Invert what `Owned.answer` makes."""
+    """Read what `Owned.answer` makes."""
     holdings, rows = json.loads(raw)
     known = [_holding(row) for row in holdings]
     return [(known[index], _part(row)) for index, row in rows]
 
 
 def read_wholes(raw: Iterable[bytes]) -> dict[str, Whole]:
-    """Put together what the owners' `Owned.wholes` say: the tensors of the snapshot, by name."""
+    """Read what the owners' `Owned.wholes` make: the tensors of the snapshot, by name."""
     wholes = {}
     for rows in (json.loads(one) for one in raw if one):
         for name, dtype, shape, few in rows:
@@ -198,10 +195,9 @@ def read_wholes(raw: Iterable[bytes]) -> dict[str, Whole]:
 
 
 class Owned:
-    """What one owner knows: all parts of its tensors, and who holds them.
+    """All parts of an owner's tensors, and who holds them.
 
-    Args:
-        received: what each rank's `rows_for_owners` has for it.
+    `received`: each rank's `rows_for_owners` for it.
     """
 
     def __init__(self, received: Iterable[bytes]) -> None:
@@ -216,7 +212,7 @@ class Owned:
         self._tensors = {name: _Tensor(held) for name, held in parts.items()}
 
     def wholes(self) -> bytes:
-        """Return names, dtypes and shapes of the tensors, for everybody."""
+        """Return names, dtypes and shapes of the tensors, for every rank."""
         rows = []
         for name, tensor in self._tensors.items():
             few = [
@@ -238,7 +234,7 @@ class Owned:
 
 
 class _Held:
-    """One part, in all the images that hold it."""
+    """One part, in all images that hold it."""
 
     __slots__ = ("by_node", "ranked")
 
@@ -253,7 +249,7 @@ class _Held:
         return self.ranked[0][1]
 
     def pick(self, node: str, spread: int) -> Source:
-        """Return the node's own image, else one of the others in turn."""
+        """Return the node's image, else one of the others in turn."""
         return self.by_node.get(node) or self.ranked[spread % len(self.ranked)]
 
 
@@ -275,7 +271,7 @@ class _Tensor:
         self._held = held
 
     def in_one_piece(self) -> list[Source]:
-        """Return where the whole tensor lies, when that is a piece that FEW_NODES hold."""
+        """Return where the whole tensor is, if in a piece that FEW_NODES hold."""
         (one, *others) = self._held
         few = not others and one.part.sizes == self.shape and len(one.by_node) <= FEW_NODES
         return list(one.by_node.values()) if few else []
@@ -283,7 +279,7 @@ class _Tensor:
     def meeting(
         self, offsets: Sequence[int], sizes: Sequence[int], node: str, spread: int
     ) -> list[Source]:
-        """Return the parts that have elements in common with a box."""
+        """Return the parts that overlap a box."""
         near = self._held
         if self._dim >= 0:
             begin, end = offsets[self._dim], offsets[self._dim] + sizes[self._dim]
@@ -302,7 +298,7 @@ def common(part: Part, offsets: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def covers(box: Box, parts: Iterable[Part]) -> bool:
-    """Return whether `parts`, of which no two overlap, hold every element of `box`."""
+    """Return whether `parts`, which do not overlap, hold every element of `box`."""
     held = sum(common(part, box.offsets, box.sizes) for part in parts)
     return held == math.prod(box.sizes)
 

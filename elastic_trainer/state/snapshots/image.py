@@ -1,18 +1,16 @@
 """The image of one worker's state in memory: a file in /dev/shm that says when it is whole.
 
-A header of one page, an index (JSON: which part of which tensor lies where), and the bytes of
-the tensors. The header has a MAC of all that follows it, which also tells a copy that was changed
-on its way, and a CRC-32 of itself. It is marked
-torn before anything else is written and whole after everything is, so that a worker killed at
-any moment leaves an image that is not taken. The last bytes of the header's page say whether the
-step is known to be committed: by its writer, or by a restore that took it.
+A header of one page, an index (JSON: which part of which tensor is where), and the bytes of the
+tensors. The header has a MAC of all that follows it, which also detects a copy changed on its way,
+and a CRC-32 of itself. It is marked torn before anything else is written and whole after everything
+is, so a worker killed at any moment leaves an image that no restore takes. The last bytes of the
+header's page say whether the step is known to be committed: by its writer, or by a restore.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
 import os
 import re
@@ -28,7 +26,7 @@ from elastic_trainer.storage.typed import check_types
 
 
 class TornImageError(Exception):
-    """An image that is not whole: never restored from."""
+    """The image is not whole: never restored from."""
 
 
 class NoRoomError(Exception):
@@ -36,7 +34,7 @@ class NoRoomError(Exception):
 
 
 class PeerError(Exception):
-    """Another agent could not be asked, or refused; the text says why."""
+    """Another agent did not answer, or refused; the text says why."""
 
 
 PAGE: Final = 4096
@@ -69,27 +67,26 @@ _NAME: Final = re.compile(r"(own|copy)-e([0-9]{1,12})-r([0-9]{1,9})-s([01])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What an image is of."""
+    """The state that an image is of."""
 
     epoch: int
     step: int
     """Last completed step of the state."""
     rank: int
-    """Who wrote it, in that epoch's numbering."""
+    """Of the writer in that epoch."""
     shard: int
     """Which part of the state it is; replicas of HSDP have the same."""
     num_shards: int
-    """Parts that make the whole state."""
     num_ranks: int
-    """Of that epoch; more than shards where replicas hold the same."""
+    """More than shards where replicas hold the same."""
     index_bytes: int
     payload_bytes: int
     mac: str = ""
-    """Of index and payload, hex; see `snapshots/mac.py`."""
+    """Of index and payload, hex; see `mac.py`."""
 
     @property
     def payload_at(self) -> int:
-        """Where the payload begins, bytes."""
+        """Offset of the payload, bytes."""
         return _padded(PAGE + self.index_bytes, PAGE)
 
     @property
@@ -109,7 +106,7 @@ class Header:
         """Read a header.
 
         Raises:
-            TornImageError: it is none, is damaged, or says that the image is not whole.
+            TornImageError: it is not a header, is damaged, or says that the image is not whole.
         """
         size = _HEADER.size
         if len(raw) < size + _CRC.size:
@@ -125,10 +122,10 @@ class Header:
 
     @classmethod
     def from_message(cls, raw: Any) -> Header:
-        """Read what `to_dict` gave, as it came out of JSON.
+        """Read a header's fields from a message.
 
         Raises:
-            ValueError: it is no header of a sealed image.
+            ValueError: they are not those of a sealed image.
         """
         try:
             header = cls(**raw)
@@ -142,33 +139,23 @@ class Header:
             raise ValueError(f"Header.mac is {header.mac!r:.80}")
         return header
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for messages."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's piece of one tensor, and where it lies in the payload."""
+    """One rank's piece of one tensor, and its place in the payload."""
 
     name: str
     """`section.name`, as in checkpoints."""
     dtype: str
-    """torch's name for it, such as `float32`."""
+    """torch's name, such as `float32`."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     offsets: tuple[int, ...]
-    """Of the piece in it."""
     sizes: tuple[int, ...]
     """Of the piece."""
     at: int
     """Byte offset in the payload."""
     num_bytes: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the piece."""
-        return math.prod(self.sizes)
 
 
 def encode_index(parts: Sequence[Part]) -> bytes:
@@ -177,7 +164,7 @@ def encode_index(parts: Sequence[Part]) -> bytes:
 
 
 def decode_index(raw: bytes) -> tuple[Part, ...]:
-    """Read the index of an image whose MAC has been found right."""
+    """Read the index of an image whose MAC is right."""
     return tuple(
         Part(**{**row, **{key: tuple(row[key]) for key in ("shape", "offsets", "sizes")}})
         for row in json.loads(raw)
@@ -185,7 +172,7 @@ def decode_index(raw: bytes) -> tuple[Part, ...]:
 
 
 def place(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[Part, ...], int]:
-    """Lay `parts` (all fields but `at`) one after the other; return them and its bytes."""
+    """Lay `parts` (all fields but `at`) one after the other; return them and the bytes in all."""
     placed, end = [], 0
     for part in parts:
         at = _padded(end, ALIGNMENT)
@@ -195,14 +182,14 @@ def place(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[Part, ...], int]:
 
 
 def file_name(kind: str, *, epoch: int, rank: int, slot: int) -> str:
-    """Return the name of an image's file; `kind` is `own` or `copy` (kept for another node)."""
+    """Return the name of an image's file; `kind` is `own`, or `copy` of another node's."""
     name = f"{kind}-e{epoch}-r{rank}-s{slot}"
     assert _NAME.fullmatch(name), name
     return name
 
 
 def parse_name(name: str) -> tuple[str, int, int, int] | None:
-    """Return (kind, epoch, rank, slot) of a file of ours; None for any other name."""
+    """Return (kind, epoch, rank, slot) of an image's file; None for any other name."""
     match = _NAME.fullmatch(name)
     return (match[1], int(match[2]), int(match[3]), int(match[4])) if match else None
 
@@ -213,11 +200,11 @@ class Image:
     def __init__(self, path: Path, *, create_bytes: int | None = None) -> None:
         """Map the file at `path`; with `create_bytes` make it, that large and empty.
 
-        One that is there is replaced, not emptied: whoever has it mapped keeps what it had, where
-        a page that is gone would be a SIGBUS.
+        An existing file is replaced, not emptied: whoever has it mapped keeps its pages, where a
+        page that is gone would be a SIGBUS.
 
         Raises:
-            OSError: no such file, or no memory is left for it.
+            OSError: no such file, or not enough memory.
             TornImageError: it is shorter than a header.
         """
         self.path = path
@@ -248,7 +235,7 @@ class Image:
         self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
 
     def seal(self, header: Header, key: bytes) -> Header:
-        """Mark the image as whole; return the header with the MAC of what was written.
+        """Mark the image as whole; return the header with the MAC of its bytes.
 
         `key`: of the run's images, 32 bytes.
         """
@@ -258,8 +245,7 @@ class Image:
 
     def take(self, header: Header, key: bytes) -> bool:
         """Mark a copy as whole if its bytes are those that `header` was sealed with."""
-        good = self._is_sealed(header, key)
-        if good:
+        if good := self._is_sealed(header, key):
             self._mark(header)
         return good
 
@@ -294,7 +280,7 @@ class Image:
         """Read everything and return the header.
 
         Raises:
-            TornImageError: what is there is not what was written.
+            TornImageError: the bytes are not those that were written.
         """
         header = self.header()
         if not self._is_sealed(header, key):
@@ -302,7 +288,7 @@ class Image:
         return header
 
     def index(self, header: Header) -> tuple[Part, ...]:
-        """Return what a verified image holds."""
+        """Return the parts of a verified image."""
         return decode_index(self.map[PAGE : PAGE + header.index_bytes])
 
     def close(self) -> None:
@@ -315,7 +301,7 @@ class Image:
 
 
 def _key_of(header: Header, key: bytes) -> bytes:
-    """Return the key of one image: a MAC counts for what its header says, and nonces last."""
+    """Return the key of one image: its MAC covers the header, and random nonces suffice."""
     said = repr(replace(header, mac="")).encode()
     return hashlib.blake2b(said, digest_size=32, key=key).digest()
 

@@ -1,8 +1,8 @@
 """Authenticates images: GMAC where this Python's OpenSSL can be called, else keyed BLAKE2b.
 
-An image is read once for it when it is sealed and once where its copy comes, as for a CRC; so it
-must be about as fast. GMAC (NIST SP 800-38D) is, 6 GB/s on one core; hashlib has nothing above
-2 GB/s. All nodes of a run have the same Python; one that has no GMAC refuses a GMAC of others.
+An image is read once to seal it and once where its copy arrives, as for a CRC; so it must be about
+as fast. GMAC (NIST SP 800-38D) is, 6 GB/s on one core; hashlib has nothing above 2 GB/s. All nodes
+of a run have the same Python; one without GMAC refuses a GMAC of others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GET_TAG: Final = 0x10  # EVP_CTRL_AEAD_GET_TAG
 
 
 def _openssl() -> Any:
-    """Return the libcrypto that hashlib has loaded; None: it is linked in and cannot be called."""
+    """Return the libcrypto that hashlib has loaded; None: linked in, it cannot be called."""
     try:
         import _hashlib
 
@@ -50,11 +50,9 @@ _OPENSSL: Final = _openssl()
 
 
 def seal(key: bytes, data: memoryview) -> bytes:
-    """Return the MAC of `data`, which nobody can make without the key.
+    """Return the MAC of `data`: writable, contiguous bytes.
 
-    Args:
-        key: 32 bytes; of at most 2**32 MACs, as nonces are random.
-        data: writable, contiguous bytes.
+    `key` has 32 bytes and makes at most 2**32 MACs, as nonces are random.
     """
     nonce = os.urandom(NONCE_BYTES)
     way = _BLAKE2B if _OPENSSL is None else _GMAC
@@ -62,7 +60,7 @@ def seal(key: bytes, data: memoryview) -> bytes:
 
 
 def matches(key: bytes, data: memoryview, mac: bytes) -> bool:
-    """Return whether `mac` is that of `data`; `key` and `data` as for `seal`."""
+    """Return whether `mac` is the MAC of `data`; `key` and `data` as for `seal`."""
     way, nonce, tag = mac[:1], mac[1 : 1 + NONCE_BYTES], mac[1 + NONCE_BYTES :]
     if len(mac) != MAC_BYTES or way not in (_GMAC, _BLAKE2B) or (way == _GMAC and not _OPENSSL):
         return False

@@ -1,7 +1,7 @@
-"""Talk to a keeper: leave copies with it, ask what it holds, read from it.
+"""The client of a keeper: leaves copies with it, asks for its images, reads them.
 
-A message is a 4-byte big-endian length, a MAC, and a JSON object. Where it says so, that many raw
-bytes follow, whose own MAC is in a message (`mac.py`). Nothing is unpickled.
+A message is a 4-byte big-endian length, a MAC, and a JSON object. Raw bytes follow where it says
+so, whose MAC is in a message (`mac.py`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MOST_PIECES: Final = 1024
 
 
 class Authenticator(Protocol):
-    """Authenticates messages in their order; `agent/wire/secret.py` has it."""
+    """Authenticates messages in their order: `worker.secret.Session`."""
 
     def tag(self, digest: bytes) -> bytes:
         """Return the MAC of the next message to send."""
 
     def check(self, payload: bytes | bytearray, tag: bytes) -> None:
-        """Raise OSError where this is not the next message that was sent."""
+        """Raise OSError unless this is the next message that was sent."""
 
 
 Authenticate = Callable[[socket.socket], Authenticator]
@@ -46,10 +46,7 @@ Authenticate = Callable[[socket.socket], Authenticator]
 
 
 class Channel:
-    """A connection whose ends have proved themselves.
-
-    `sock` is connected; its owner sets time-outs and closes it.
-    """
+    """An authenticated connection. The owner of `sock` sets time-outs and closes it."""
 
     def __init__(self, sock: socket.socket, authenticate: Authenticate) -> None:
         self.sock, self._session = sock, authenticate(sock)
@@ -61,10 +58,10 @@ class Channel:
         self.sock.sendall(_LENGTH.pack(len(raw)) + tag + raw)
 
     def send_raw(self, pieces: Iterable[memoryview]) -> None:
-        """Send raw bytes, many small pieces to a segment.
+        """Send raw bytes, many small pieces in a segment.
 
-        A segment for each would fill the receiver's buffer with what the kernel spends on them: it
-        closes its window, and the sender asks again after 200 ms.
+        A segment for each would fill the receiver's buffer with the kernel's overhead: it closes
+        its window, and the sender asks again after 200 ms.
         """
         left = deque(pieces)
         try:
@@ -82,8 +79,8 @@ class Channel:
 
         Raises:
             EOFError: the peer is gone.
-            OSError: so is the connection, or somebody changed what the peer sent.
-            PeerError: it does not speak this protocol.
+            OSError: the connection is lost, or the message was changed on its way.
+            PeerError: the peer does not speak this protocol.
         """
         head = bytearray(_LENGTH.size + _TAG_BYTES)
         self.receive_into(memoryview(head))
@@ -117,10 +114,10 @@ class Channel:
 KEEPER_LABEL: Final = "snapshots"
 """Of the handshake: a proof for a keeper opens no other port."""
 IMAGES: Final = b"images"
-"""What the run's secret signs, with the run's id, for the key of its images."""
+"""The run's secret signs it and the run's id to make the key of the images."""
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 60.0
-"""Silence after which a keeper is given up; bytes that flow start it anew."""
+"""Silence after which a keeper is given up; any byte restarts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +128,9 @@ class KeeperAddress:
     address: str
     port: int
     machine: str = ""
-    """On which it runs; empty: called as the node."""
+    """Empty: the machine has the node's name."""
     domain: str = ""
-    """Its failure domain; empty: unknown."""
+    """Failure domain; empty: unknown."""
 
 
 _GROUPS: Final = ("members", "spares", "left")
@@ -182,13 +179,11 @@ class PeerLink:
             raise PeerError(f"{peer.node} at {peer.address}:{peer.port}: {error}") from error
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
-        """Close the connection."""
         self.close()
 
     def close(self) -> None:
@@ -204,17 +199,19 @@ class PeerLink:
         times: int = 1,
         committed: bool = False,
     ) -> None:
-        """Leave a copy of an image; return once the keeper has it and found it right.
+        """Leave a copy of an image; return once the keeper has found it right.
 
-        Args:
-            header: of the image, sealed.
-            slot: which of the writer's two.
-            body: all that follows the header's page.
-            times: refused without room for so many of it.
-            committed: whether its step is.
+        `body` is all that follows the header's page, `slot` one of the writer's two. Refused
+        without room for `times` as much.
         """
-        message = {"op": "put", "header": header.to_dict(), "slot": slot, "times": times}
-        self._ask({**message, "committed": committed}, body)
+        message = {
+            "op": "put",
+            "header": dataclasses.asdict(header),
+            "slot": slot,
+            "times": times,
+            "committed": committed,
+        }
+        self._ask(message, body)
 
     def links(self) -> list[tuple[str, int]]:
         """Return the further addresses and ports at which the keeper listens."""
@@ -222,7 +219,7 @@ class PeerLink:
             return [(str(each), int(port)) for each, port in self._ask({"op": "links"})["links"]]
 
     def held(self) -> list[Holding]:
-        """Return what the node holds; only headers have been looked at."""
+        """Return the node's images, by their headers alone."""
         with self._telling_errors():
             return [
                 Holding(

@@ -1,7 +1,7 @@
 """What keeps a cluster from running a job whose documents it takes.
 
-The server's dry run of a job's documents sees neither its pods nor what they name. `look_at` asks
-the cluster, `problems` judges the answers; what is not known is not judged.
+The server's dry run of a job's documents sees neither its pods nor the objects they name. `look_at`
+asks the cluster, `problems` judges the answers; unknown facts are not judged.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _OWN_WORDS: Final = (
     (r"failed quota: ", "kubernetes.cpus"),
     (r"Pod \"[^\"]*\" is invalid: ", "kubernetes.pod_patch"),
 )
-"""What Kubernetes' own admission says of a pod, whoever makes it -> key of the job file."""
+"""Words of Kubernetes' own admission, whoever makes a pod -> key of the job file."""
 
 
 class Named(NamedTuple):
     """An object that the pods name."""
 
     versions: tuple[Resource, ...]
-    """It is in any of them."""
+    """That may have it."""
     name: str
     key: str
     """Of the job file."""
@@ -73,33 +73,33 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesCluster:
-    """What a cluster says; what it does not say is empty."""
+    """A cluster's answers; unknown ones are empty."""
 
     missing: Sequence[Named] = ()
     """Objects of `named` that it lacks."""
     claims: Sequence[Object] = ()
-    """Claims that the pods mount and that exist."""
+    """Existing claims that the pods mount."""
     quotas: Sequence[Object] = ()
     nodes: Sequence[Object] | None = None
-    """With the labels that pods ask for; None: not known."""
+    """With the labels that pods ask for; None: unknown."""
     no_namespace: bool = False
-    """It has no such namespace, so nothing of what is in it."""
+    """The namespace is missing, with everything in it."""
     pod_refused: str = ""
-    """What the server says to one of the pods; empty: it takes it, or has not said."""
+    """The server's answer to one of the pods; empty: it takes it, or has not said."""
     lacks_right: str = ""
-    """What the user may not do and `submit` must, in words with the way out."""
+    """What the user may not do and `submit` must, with the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodsRequest:
-    """What a job asks of a cluster."""
+    """A job's request to a cluster."""
 
     bundle: Bundle
     least: int
     """Pods of its smallest layout."""
     namespace: str
     resources: Mapping[str, Decimal] = field(default_factory=dict)
-    """The least a pod needs, in the names of nodes' resources."""
+    """A pod's least need, in the names of nodes' resources."""
 
     @property
     def spec(self) -> Object:
@@ -109,10 +109,7 @@ class PodsRequest:
 
 
 def request_of(bundle: Bundle, job_json: str, namespace: str) -> PodsRequest:
-    """Return what a bundle asks for.
-
-    The ladder of `job_json` says how many pods suffice.
-    """
+    """Return the request of a bundle; the ladder of `job_json` says how many pods suffice."""
     try:
         least = Ladder.from_ranges(json.loads(job_json)["ladder"]).min_nodes
     except (KeyError, TypeError, ValueError):
@@ -169,7 +166,7 @@ def named(bundle: Bundle) -> list[Named]:
 
 
 def class_of(claim: Mapping[str, Any]) -> str:
-    """Return the storage class that a claim waits for; empty: it waits for none."""
+    """Return the storage class that a claim waits for, if any."""
     spec = claim.get("spec") or {}
     waits = (claim.get("status") or {}).get("phase") == "Pending" and not spec.get("volumeName")
     return str(spec.get("storageClassName") or "") if waits else ""
@@ -193,10 +190,10 @@ def sample_pod(request: PodsRequest) -> Object:
 
 
 def problems(request: PodsRequest, cluster: KubernetesCluster) -> list[Problem]:
-    """Return what keeps the job from running, and as warnings what it waits for.
+    """Return what keeps the job from running; what it only waits for, as warnings.
 
-    HF753 a right, HF755 the namespace, HF756 a quota, HF757 what the server says to a pod, HF760
-    what is not there.
+    HF753 a right, HF755 the namespace, HF756 a quota, HF757 the server's answer to a pod, HF760 a
+    missing object.
     """
     if cluster.no_namespace:
         return [_problem("HF755", "kubernetes.namespace", cluster.pod_refused)]
@@ -238,10 +235,10 @@ _SHARED: Final = frozenset({"ReadWriteMany", "ReadOnlyMany"})
 
 
 def _refused(cluster: KubernetesCluster) -> Iterator[Problem]:
-    """Yield what the server says to a pod.
+    """Yield the server's refusal of a pod.
 
-    Its own admission says the same to controllers. Webhooks and policies may not: they may look
-    at who makes a pod.
+    Its own admission says the same to controllers. Webhooks and policies may not: they may look at
+    who makes a pod.
     """
     said = cluster.pod_refused
     for pattern, key in _OWN_WORDS:
@@ -255,7 +252,7 @@ def _refused(cluster: KubernetesCluster) -> Iterator[Problem]:
 
 
 def _quotas(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
-    """Yield quotas with too little room: first what they allow at all, then what is left."""
+    """Yield quotas with too little room: first their limit, then what is left."""
     wanted = request.bundle.num_pods
     for quota in cluster.quotas:
         if not _applies(quota["spec"], request.spec):
@@ -283,7 +280,7 @@ def _quotas(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Proble
 
 
 def _charged(request: PodsRequest, name: str) -> Decimal:
-    """Return what a pod takes of a quota's resource; 0: nothing, or not known."""
+    """Return a pod's share of a quota's resource; 0: nothing, or unknown."""
     if name.startswith("limits."):
         limit = name.removeprefix("limits.")
         asked = (one.get("resources") or {} for one in request.spec["containers"])
@@ -293,7 +290,7 @@ def _charged(request: PodsRequest, name: str) -> Decimal:
 
 
 def _applies(spec: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
-    """Whether a quota is surely about such pods."""
+    """Return whether a quota is surely about such pods."""
     rows = [{"scopeName": name, "operator": "Exists"} for name in spec.get("scopes") or ()]
     rows += (spec.get("scopeSelector") or {}).get("matchExpressions") or ()
     timed = pod.get("activeDeadlineSeconds") is not None
@@ -315,7 +312,7 @@ def _applies(spec: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
 
 
 def _nodes(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem]:
-    """Yield that the nodes there are, were they empty, have too little room."""
+    """Yield that the nodes, were they empty, have too little room."""
     wanted = request.bundle.num_pods
     if cluster.nodes is None:
         return
@@ -331,7 +328,7 @@ def _nodes(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Problem
 
 
 def fit_on(node: Mapping[str, Any], request: PodsRequest) -> int:
-    """Return how many of the pods an empty node holds, as its taints and resources say."""
+    """Return how many of the pods an empty node holds, by its taints and resources."""
     tolerated = request.spec.get("tolerations") or ()
     for taint in (node.get("spec") or {}).get("taints") or ():
         # Of these Kubernetes takes its own away: a node that is ill or cordoned.
@@ -362,7 +359,7 @@ def _key(name: str) -> str:
 
 
 def _shown(number: Decimal) -> str:
-    """Return a number of bytes as Kubernetes writes it, any other as it is."""
+    """Return a number of bytes as Kubernetes writes it, any other unchanged."""
     for unit, size in (("Gi", 2**30), ("Mi", 2**20)):
         if number >= size and number % size == 0:
             return f"{int(number) // size}{unit}"
@@ -370,7 +367,7 @@ def _shown(number: Decimal) -> str:
 
 
 # -- Asking the cluster, read-only and for seconds -------------------------------------------------
-# All questions are asked together. What cannot be had is left out: the user may not read it, the
+# All questions are asked together. Unknown answers are left out: the user may not read it, the
 # cluster does not know it, or does not answer.
 
 
@@ -383,7 +380,7 @@ _REVIEW: Final = Resource("authorization.k8s.io/v1", "selfsubjectaccessreviews")
 
 
 def look_at(api: KubernetesApi, request: PodsRequest) -> KubernetesCluster:
-    """Return what the cluster says that concerns a job; nothing is raised."""
+    """Return the cluster's facts that concern a job; nothing is raised."""
     api = api.with_patience(GLANCE)
     space = request.namespace
     wanted = named(request.bundle)
@@ -418,7 +415,7 @@ def _known(ask: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _lacks(api: KubernetesApi, namespace: str, wanted: Named) -> bool:
-    """Whether the cluster says that it has no such object, in any version."""
+    """Return whether the cluster says that it has no such object, in any version."""
     found: Sequence[bool | None] = [
         _known(partial(api.exists, each, namespace, wanted.name)) for each in wanted.versions
     ]
@@ -431,15 +428,15 @@ def _look_at_claim(
     """Return a claim, and the storage class that it waits for."""
     found = _known(lambda: api.get(CLAIM, namespace, wanted.name))
     waits_for = class_of(found) if found else ""
-    # Volumes that are there may name a class of which there is no object.
+    # Existing volumes may name a class without an object.
     waits = Named((STORAGE_CLASS,), waits_for, wanted.key, needed=False)
     return found, waits if waits_for else None
 
 
 def _list_nodes(api: KubernetesApi, request: PodsRequest) -> list[Object] | None:
-    """Return nodes with the labels that pods ask for: all, or as many as are room enough.
+    """Return nodes with the labels that pods ask for: all, or as many as suffice.
 
-    None: there are too many to be listed in time.
+    None: they are too many to be listed in time.
     """
     labels = ",".join(f"{k}={v}" for k, v in (request.spec.get("nodeSelector") or {}).items())
     found: list[Object] = []
@@ -455,7 +452,7 @@ def _list_nodes(api: KubernetesApi, request: PodsRequest) -> list[Object] | None
 
 
 def _try_pod(api: KubernetesApi, request: PodsRequest) -> tuple[str, bool]:
-    """Return what the server says to one of the pods, and if that is for want of the namespace."""
+    """Return the server's answer to one of the pods, and whether the namespace is missing."""
     try:
         api.create(POD, request.namespace, sample_pod(request), dry_run=True)
     except UserError as error:
@@ -464,9 +461,9 @@ def _try_pod(api: KubernetesApi, request: PodsRequest) -> tuple[str, bool]:
 
 
 def _lacking(api: KubernetesApi, request: PodsRequest) -> str:
-    """Return the right that `submit` comes to need only once it has made something.
+    """Return the right that `submit` needs only once it has made something, if missing.
 
-    All others the dry run of the documents asks for.
+    The dry run of the documents asks for all others.
     """
     if len(request.bundle.documents) < 2:
         return ""

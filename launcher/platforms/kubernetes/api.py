@@ -1,6 +1,6 @@
 """The launcher's client of the Kubernetes API: the official one, with our time-outs and errors.
 
-Objects are plain JSON types. The package `kubernetes` is imported when a cluster is spoken to, and
+Objects are plain JSON types. The package `kubernetes` is imported on the first use of a cluster;
 only its public surface is used: DynamicClient.request() and Watch.stream().
 """
 
@@ -42,12 +42,12 @@ _PAGE: Final = 500
 """Objects of one answer to a list."""
 _JSON: Final = "application/json"
 _ABOUT: Final = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""Only its metadata: of a Secret no value."""
+"""Only the metadata: no value of a Secret."""
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _SILENCE_S: Final = 30.0
 """So long after the end of a watch its connection is dead."""
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""What a pod is given to speak to its cluster."""
+"""A pod's credentials for its cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class ApiPatience:
     read_s: float = 60.0
     """For the answer to one call; admission webhooks take their time."""
     node_s: float = 3.0
-    """For what a node has to answer; one that is dead says nothing."""
+    """For a node's answer; a dead one says nothing."""
     retry_s: float = 30.0
-    """No call is tried again after this."""
+    """No call is repeated after this."""
 
 
 GLANCE: Final = ApiPatience(connect_s=3.0, read_s=5.0, retry_s=0.0)
-"""For a question whose answer one can do without."""
+"""For a question whose answer is not needed."""
 
 
 class KubernetesApi:
@@ -105,14 +105,14 @@ class KubernetesApi:
         )
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        """Return an object, or None without one of that name."""
+        """Return an object, if it exists."""
         try:
             return self._object("GET", self._call("get", resource, namespace, name))
         except NotThereError:
             return None
 
     def exists(self, resource: Resource, namespace: str, name: str) -> bool:
-        """Return whether there is an object of that name; of its content nothing is read."""
+        """Return whether an object exists, without reading its content."""
         call = self._call("get", resource, namespace, name)
         try:
             self._object("GET", call, accept=_ABOUT)
@@ -123,7 +123,7 @@ class KubernetesApi:
     def list_all(
         self, resource: Resource, namespace: str, *, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
-        """Return all objects that match, and the version to watch from."""
+        """Return all matching objects, and the version to watch from."""
         call = self._call("list", resource, namespace)
         selected = _selected(labels, fields)
         try:
@@ -134,7 +134,7 @@ class KubernetesApi:
     def pages(
         self, resource: Resource, namespace: str, *, labels: str = ""
     ) -> Iterator[list[Object]]:
-        """Yield all objects that match, some hundred at a time.
+        """Yield all matching objects, some hundred at a time.
 
         Raises:
             GoneError: between two pages the server has forgotten where it was.
@@ -146,13 +146,13 @@ class KubernetesApi:
     def create(
         self, resource: Resource, namespace: str, document: Object, *, dry_run: bool = False
     ) -> Object:
-        """Make an object; with `dry_run` the server checks all and makes nothing.
+        """Make an object; with `dry_run` the server only checks it.
 
-        It is tried again only when it was surely not made.
+        Repeated only when it was surely not made.
 
         Raises:
-            ConflictError: one of that name is there.
-            BrokenOffError: whether it was made is not known.
+            ConflictError: one of that name exists.
+            BrokenOffError: whether it was made is unknown.
         """
         name = str(document["metadata"].get("name", ""))
         call = self._call("create", resource, namespace, name)
@@ -168,10 +168,10 @@ class KubernetesApi:
         uid: str = "",
         grace_s: float | None = None,
     ) -> bool:
-        """Delete an object, then what belongs to it; return False where there is none.
+        """Delete an object, then what belongs to it; return False if it does not exist.
 
-        With `uid` only if it is still this one. `grace_s` is what its processes get; None: what it
-        says itself.
+        With `uid` only if it is still this one. `grace_s` None: its processes get their own grace
+        period.
         """
         options: Object = {"propagationPolicy": "Background"}
         if uid:
@@ -190,13 +190,13 @@ class KubernetesApi:
         return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
-        """Send one request and return the answer, whatever its status: for a register.
+        """Send one request of a register and return the answer, whatever its status.
 
-        Nothing is tried again here; see `elastic_trainer.board.kubernetes_board`.
+        Nothing is repeated here; see `elastic_trainer.board.kubernetes_board`.
 
         Raises:
-            UserError: HF752 there are no credentials any more.
-            BrokenOffError: whether it was carried out is not known.
+            UserError: HF752 the credentials have ended.
+            BrokenOffError: whether it was carried out is unknown.
         """
         from kubernetes.client.exceptions import ApiException
 
@@ -226,7 +226,7 @@ class KubernetesApi:
         return ApiReply(status, parsed if isinstance(parsed, dict) else {})
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
-        """Return what a container has written; empty where it has not started. Not tried again.
+        """Return a container's output; empty where it has not started. Not repeated.
 
         Raises:
             UnreachableError: the pod's node does not answer.
@@ -251,7 +251,7 @@ class KubernetesApi:
         labels: str = "",
         fields: str = "",
     ) -> Iterator[tuple[str, Object]]:
-        """Yield what changes after a version, as (type of event, object), bookmarks too.
+        """Yield changes after a version, as (type of event, object), bookmarks too.
 
         The server ends it after so many seconds. It is not begun again here.
 
@@ -304,7 +304,7 @@ class KubernetesApi:
     def _object(
         self, method: str, call: Call, *, repeatable: bool = True, **options: Any
     ) -> Object:
-        """Return the object that a request is answered with; after temporary failures again.
+        """Return the object in the answer to a request, repeated after temporary failures.
 
         `repeatable`: also after a request that may have been carried out.
         """
@@ -348,10 +348,10 @@ class KubernetesApi:
         accept: str = _JSON,
         read_s: float | None = None,
     ) -> Any:
-        """Send one request; return urllib3's response, of which nothing has been read.
+        """Send one request; return urllib3's response, unread.
 
-        `path` is by default that of the call's object, or of all of its kind; `read_s` is the
-        longest silence.
+        `path` defaults to the call's object, or to all of its kind; `read_s` is the longest
+        silence.
         """
         name = "" if method == "POST" else call.name
         limits = (self._patience.connect_s, read_s or self._patience.read_s)
@@ -369,7 +369,7 @@ class KubernetesApi:
 
     @contextlib.contextmanager
     def _failures(self, call: Call) -> Iterator[None]:
-        """Turn whatever the client raises into an error of ours."""
+        """Turn the client's errors into ours."""
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config.config_exception import ConfigException
         from urllib3.exceptions import HTTPError
@@ -401,11 +401,11 @@ def connect(
     """Return a client of the cluster that `context` names.
 
     As kubectl does: the kubeconfig ($KUBECONFIG, else ~/.kube/config); in a pod without one, the
-    pod's own service account.
+    pod's service account.
 
     Raises:
-        UserError: HF632 the package is not installed; HF750 there is no kubeconfig; HF751 it has
-            no such context; HF752 its credentials cannot be had.
+        UserError: HF632 the package is not installed; HF750 the kubeconfig is missing; HF751 it
+            lacks the context; HF752 its credentials cannot be had.
     """
     need("a Kubernetes cluster", "kubernetes", extra="kubernetes")
     from kubernetes import client, config
@@ -527,7 +527,7 @@ def watch_until(
 ) -> bool:
     """Return whether objects become as `good` wants them within `for_s` seconds.
 
-    `good` is asked about the objects by name: as they are now, and after each change.
+    `good` gets the objects by name: as they are now, and after each change.
 
     Raises:
         UserError, PlatformError: the cluster cannot be asked; what `good` raises.
@@ -560,7 +560,7 @@ def watch_until(
 
 @dataclass(slots=True)
 class _WatchedObjects:
-    """What is known of the objects."""
+    """The known objects of a watch."""
 
     list_all: Callable[[], tuple[list[Object], str]]
     version: str | None = None
@@ -568,7 +568,7 @@ class _WatchedObjects:
     objects: dict[str, Object] = field(default_factory=dict)
 
     def listed(self) -> bool:
-        """List the objects, where that is needed; return whether it was."""
+        """List the objects if needed; return whether it was."""
         if self.version is not None:
             return False
         items, self.version = self.list_all()

@@ -1,7 +1,7 @@
 """Kubernetes by its API: submits PyTorchJobs, JobSets and TrainJobs, watches and ends them.
 
-A cluster that does not answer makes jobs UNKNOWN, never failed. Where the launcher does not see
-the pods' storage, what it begins with is sent there, and what comes of it is fetched, by exec.
+A cluster that does not answer makes jobs UNKNOWN, never failed. Where the launcher does not see the
+pods' storage, it sends the run's first files there and fetches the others, by exec.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ from launcher.render.local import JOB_FILE, MANIFESTS
 from launcher.spec.errors import PlatformError, Problem, UserError
 
 CANCEL_S: Final = 30.0
-"""What pods of a job that is cancelled have to end; as Slurm's KillWait."""
+"""Grace period of a cancelled job's pods; as Slurm's KillWait."""
 _FIRST_PODS_S: Final = 5.0
-"""Pods of a job that were made later than this after its start are not its first."""
+"""Pods made later than this after the start of a job are not its first."""
 _AT_ONCE: Final = 16
-"""Calls that are on their way together."""
+"""Parallel calls."""
 _RECENT_S: Final = 9.0
-"""What was seen of a job serves `fetch` for so long: thousands of pods are megabytes."""
+"""A view of a job serves `fetch` for so long: thousands of pods are megabytes."""
 _ROUND_S: Final = 20.0
-"""A watch that nobody waits for any more ends within this."""
+"""An abandoned watch ends within this."""
 _MOST_NAMES: Final = 40
-"""Jobs that a selector names one by one; of more, all of ours are listed."""
+"""Jobs in a selector; for more, all of ours are listed."""
 _MOST_NODES: Final = 16
-"""Nodes that are asked about one by one."""
+"""Nodes that are looked up one by one."""
 _DRAIN_OPTIONS: Final = (
     "--ignore-daemonsets",
     "--delete-emptydir-data",  # /dev/shm is one
@@ -98,7 +98,7 @@ _FILES: Final = (JOB_FILE, MANIFESTS)
 
 
 class KubernetesBackend(Backend):
-    """Submits RUN/manifests.yaml, whose documents say of which kind it is, and watches the job."""
+    """Submits RUN/manifests.yaml, whose documents say the job's kind, and watches the job."""
 
     def __init__(
         self,
@@ -113,19 +113,19 @@ class KubernetesBackend(Backend):
         self._bundles: dict[str, Bundle] = {}
         self._kind = "kubernetes"
         self._last: dict[JobRef, tuple[float, ApiView]] = {}
-        """When a job was looked at last, and what was seen."""
+        """When a job was looked at last, and the view."""
 
     @property
     def name(self) -> str:
-        """Name of the target of the last job: pytorchjob, jobset, trainjob; before: kubernetes."""
+        """Target of the last job: pytorchjob, jobset, trainjob; before: kubernetes."""
         return self._kind
 
     def find_problems(
         self, files: Mapping[str, str], *, without: Sequence[str] = ()
     ) -> list[Problem]:
-        """Return what the dry run of the documents does not see; see `Backend`.
+        """Return problems that the dry run of the documents does not see; see `Backend`.
 
-        HF753, HF756, HF757, HF760; of a cluster that cannot be reached nothing.
+        HF753, HF756, HF757, HF760; nothing about a cluster that cannot be reached.
         """
         del without
         bundle = read_bundle(files)
@@ -161,10 +161,10 @@ class KubernetesBackend(Backend):
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
         """Cordon nodes and delete our pods there, which leave at a step boundary.
 
-        Without a cordon the new pods could come back to the same nodes: then nothing is done.
+        Nothing is done without a cordon: the new pods could come back to the same nodes.
 
         Raises:
-            UserError: HF693 the user may not, and what an administrator runs instead.
+            UserError: HF693 the user may not; with an administrator's command.
             PlatformError: the cluster is away.
         """
         api = self._api("")
@@ -191,10 +191,7 @@ class KubernetesBackend(Backend):
         return found
 
     def _pods_on(self, names: Sequence[str]) -> list[Object]:
-        """Return the pods of ours on nodes that have not ended, of all namespaces.
-
-        Also those that are yet to start: they have their node.
-        """
+        """Return our live pods on nodes, of all namespaces, also those yet to start."""
         found, _ = self._api("").list_all(POD, "", labels=f"{MANAGED_LABEL}={MANAGED_BY}")
         ended = ("Succeeded", "Failed")
         return [pod for pod in found if host_of(pod) in names and phase_of(pod) not in ended]
@@ -216,7 +213,7 @@ class KubernetesBackend(Backend):
         tasks: Sequence[int] | None = None,
         without: Sequence[str] = (),
     ) -> JobRef:
-        """Check and make the documents; when this raises, nothing of them is left.
+        """Check and make the documents; when this raises, none of them is left.
 
         Raises:
             UserError: HF611, HF615, HF750 to HF759.
@@ -256,7 +253,7 @@ class KubernetesBackend(Backend):
                 raise
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """Return where each of `jobs` stands; see `Backend.status`."""
+        """Return the status of each job; see `Backend.status`."""
         answers: dict[JobRef, JobStatus] = {}
         for cluster in dict.fromkeys(job.cluster for job in jobs):
             asked = []
@@ -287,10 +284,10 @@ class KubernetesBackend(Backend):
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
-        """Delete the job: its pods save while they end. False: nothing runs to be asked.
+        """Delete the job: its pods save while they end. False: it does not run.
 
-        A deletion is the one request that every pod gets, and their grace period is as long as a
-        save may take. That it is the whole run's end is in RUN/stop.json.
+        Only a deletion reaches every pod, and their grace period is as long as a save may take.
+        RUN/stop.json says that the whole run ends.
         """
         seen = self._seen([job])[job]
         if seen.job is None or has_ended(seen.job):
@@ -302,7 +299,7 @@ class KubernetesBackend(Backend):
         return True
 
     def cancel(self, job: JobRef) -> None:
-        """Delete the job; its pods have 30 s. One that has ended already is no error."""
+        """Delete the job, if it has not ended already; its pods have 30 s."""
         here, seen = self._at(job), self._seen([job])[job]
         if seen.job is not None:
             if has_ended(seen.job) and not is_ending(seen.job):
@@ -317,12 +314,12 @@ class KubernetesBackend(Backend):
             list(pool.map(end, seen.pods))
 
     def output_files(self, job: JobRef) -> list[Path]:
-        """Return what was fetched of the pods' own output, oldest first."""
+        """Return the fetched output of the pods, oldest first."""
         found = (Path(job.run_dir) / "logs" / "pods").glob("*.log")
         return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def describe(self, job: JobRef) -> dict[str, str]:
-        """Return what the API has of the job and its pods."""
+        """Return the API's record of the job and its pods."""
         found = description_of(self._seen([job])[job])
         context = self._at(job).api.context or "in the cluster"
         return {"Context": context, **found} if found else {}
@@ -332,10 +329,10 @@ class KubernetesBackend(Backend):
         return events_of(self._seen([job], details=True)[job])
 
     def fetch(self, job: JobRef) -> None:
-        """Bring what the run has written, and its pods' output, into `job.run_dir`.
+        """Bring the run's new files, and its pods' output, into `job.run_dir`.
 
         Raises:
-            UserError: HF753, HF759: it cannot be had.
+            UserError: HF753, HF759: they cannot be had.
             PlatformError: the cluster is away.
         """
         storage = self._at(job)
@@ -367,7 +364,7 @@ class KubernetesBackend(Backend):
     def noticing(self, job: JobRef) -> Iterator[threading.Event]:
         """Set the event whenever the job or a pod of it changes.
 
-        Who may not watch, or cannot, is not notified: polling continues anyway.
+        A user who may not watch is not notified: polling continues anyway.
         """
         here, labels = self._at(job), f"{RUN_LABEL}={job.id}"
         changed, over = threading.Event(), threading.Event()
@@ -391,12 +388,12 @@ class KubernetesBackend(Backend):
             over.set()
 
     def remote_paths(self, job: JobRef) -> tuple[str, str]:
-        """Return the interpreter with holdfast and the run directory, as the pods have them."""
+        """Return the interpreter with holdfast and the run directory, as in the pods."""
         bundle = self._bundle(job)
         return bundle.python, bundle.run_dir
 
     def _seen(self, jobs: Iterable[JobRef], *, details: bool = False) -> dict[JobRef, ApiView]:
-        """Return what the API shows of jobs of one namespace."""
+        """Return views of jobs of one namespace."""
         listed = list(jobs)
         if not listed:
             return {}
@@ -407,7 +404,7 @@ class KubernetesBackend(Backend):
         return {job: _same(found[str(job.id)], job) for job in listed}
 
     def _tell_stop(self, job: JobRef, pods: Sequence[str]) -> None:
-        """Let the agents know that the whole run is to end, where their storage is elsewhere."""
+        """Tell the agents that the whole run ends, where their storage is elsewhere."""
         here, run_dir = self._at(job), Path(job.run_dir)
         if here.bundle.run_dir != job.run_dir and pods and stop_request.asked(run_dir):
             # Should it not get there: the deletion, which every pod is notified of, is enough.
@@ -417,8 +414,9 @@ class KubernetesBackend(Backend):
     def _delete(self, job: JobRef, found: Object) -> None:
         """Delete the job's object; what belongs to it follows.
 
-        Not in the foreground, as others may have: Trainer's webhook refuses to let go of a TrainJob
-        whose TrainingRuntime has gone before it. To delete it once more frees such a one too.
+        Not in the foreground: Trainer's webhook refuses to let go of a TrainJob whose
+        TrainingRuntime has gone before it, as others may have caused. Another deletion frees such a
+        one too.
         """
         here, uid = self._at(job), str((found.get("metadata") or {}).get("uid") or "")
         here.api.delete(RESOURCES[here.bundle.kind], here.namespace, job.id, uid=uid)
@@ -439,7 +437,7 @@ class KubernetesBackend(Backend):
         return self._bundles[job.run_dir]
 
     def _at(self, job: JobRef) -> Storage:
-        """Return the cluster, the namespace and the bundle of a job that was submitted."""
+        """Return the storage of a submitted job, with its cluster, namespace and bundle."""
         context, _, namespace = job.cluster.rpartition("/")
         return self._storage(self._api(context), namespace, self._bundle(job))
 
@@ -471,9 +469,7 @@ class _Look:
     now_unix: float
 
     def at(self, bundles: Mapping[str, Bundle], *, details: bool = False) -> dict[str, ApiView]:
-        """Return what there is of jobs, by name.
-
-        With `details` also events of jobs that are well.
+        """Return views of jobs, by name; with `details` also events of jobs that are well.
 
         Raises:
             UserError, PlatformError: the cluster cannot be asked.
@@ -500,7 +496,7 @@ class _Look:
         return self._explained(seen, details=details)
 
     def _explained(self, seen: dict[str, ApiView], *, details: bool) -> dict[str, ApiView]:
-        """Add what says why jobs do not run; a user without the right to it does without."""
+        """Add why jobs do not run, as far as the user's rights allow."""
         unwell = [name for name, one in seen.items() if self._is_unwell(one)]
         events = self._optional(EVENT) if details or unwell else ()
         queued = any(label_of(seen[name].job or {}, QUEUE_LABEL) for name in unwell)
@@ -521,7 +517,7 @@ class _Look:
         }
 
     def _is_unwell(self, seen: ApiView) -> bool:
-        """Whether more has to be asked about it."""
+        """Return whether more has to be asked about it."""
         if seen.job is None or has_ended(seen.job):
             return False
         count = sum(runs(pod) for pod in seen.pods)
@@ -535,7 +531,7 @@ class _Look:
         )
 
     def _is_young_successor(self, pod: Object, job: Object) -> bool:
-        """Whether a PyTorchJob's pod took another's place: how that ended only events tell."""
+        """Return whether a PyTorchJob's pod replaced another: only events tell how that ended."""
         if job["kind"] != "PyTorchJob":
             return False  # Jobs keep pods that have failed
         made, started = made_at(pod), time_of((job.get("status") or {}).get("startTime"))
@@ -544,10 +540,7 @@ class _Look:
         return self.now_unix - made < OUTLIVED_S
 
     def _optional(self, *versions: Resource) -> Sequence[Object]:
-        """Return all objects of a kind, by the first of its versions that can be read; or none.
-
-        It may not be installed, or the user may not read it.
-        """
+        """Return all objects of a kind, by the first readable version, if any."""
         for resource in versions:
             try:
                 found, _ = self.api.list_all(resource, self.namespace)
@@ -557,7 +550,7 @@ class _Look:
         return ()
 
     def _answers(self, host: str) -> bool | None:
-        """Return whether a node answers; None: it is not known (a right of its own)."""
+        """Return whether a node answers; None: unknown (a separate right)."""
         try:
             node = self.api.get(NODE, "", host)
         except (UserError, PlatformError):
@@ -566,7 +559,7 @@ class _Look:
 
 
 def _delete_pod(api: KubernetesApi, pod: Object) -> None:
-    """Delete a pod with its own grace period: its agent leaves the job, its state is saved."""
+    """Delete a pod with its grace period: its agent leaves the job, its state is saved."""
     api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
 
 

@@ -1,4 +1,4 @@
-"""The documents of a bundle for Kubernetes: which is the job, where its pods keep the run. Pure."""
+"""The documents of a bundle for Kubernetes: the job, and where its pods keep the run. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Object = dict[str, Any]
 
 MANAGED_BY: Final = "holdfast"
 SUBMISSION: Final = "holdfast.dev/submission"
-"""Annotation that `submit` adds: what was made by one call, and by no other."""
+"""Annotation that `submit` adds to the objects of one call."""
 AGENTS: Final = frozenset(CONTAINERS.values())
 """Names of the container that runs the agent."""
 
@@ -50,11 +50,11 @@ class Resource:
 
     @property
     def name(self) -> str:
-        """As rules of Roles and names of CRDs have it."""
+        """Its name in rules of Roles and of CRDs."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the path of one object, or of all; those of no namespace have an empty one."""
+        """Return the path of one object, or of all; `namespace` may be empty."""
         root = f"/apis/{self.api}" if self.group else f"/api/{self.api}"
         inside = f"namespaces/{namespace}/" if namespace else ""
         found = f"{root}/{inside}{self.plural}"
@@ -67,7 +67,7 @@ CONFIG_MAP: Final = Resource("v1", "configmaps")
 WORKLOADS: Final = tuple(
     Resource(f"kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1")
 )
-"""Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
+"""Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; we read what both have."""
 NODE: Final = Resource("v1", "nodes")
 SECRET: Final = Resource("v1", "secrets")
 JOB: Final = Resource("batch/v1", "jobs")
@@ -86,16 +86,16 @@ RESOURCES: Final[dict[str, Resource]] = {
     "TrainingRuntime": Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
     "TrainJob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""By kind: all that is made."""
+"""By kind: everything that a submission makes."""
 RENDERED: Final = frozenset(RESOURCES) - {"Secret"}
-"""Kinds that a bundle may have: what a run keeps tells no secret."""
+"""Kinds that a bundle may have: a run's files tell no secret."""
 
 MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
     "PyTorchJob": (POD,),
     "JobSet": (JOB, POD),
     "TrainJob": (RESOURCES["JobSet"], JOB, POD),
 }
-"""Kind of the job -> what its controllers make, all with the run's label."""
+"""Kind of the job -> objects of its controllers, all with the run's label."""
 
 _IN_JOBSET: Final = ("replicatedJobs", 0, "template", "spec", "template")
 _TEMPLATES: Final[dict[str, Sequence[Any]]] = {
@@ -111,7 +111,7 @@ TARGETS: Final = {kind: target for target, kind in KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What manifests.yaml says."""
+    """The content of manifests.yaml."""
 
     documents: tuple[Object, ...]
     """In the order in which they are made; the job is the last."""
@@ -164,22 +164,34 @@ class Bundle:
     def run_dir(self) -> str:
         """Where the pods see the run directory."""
         noted = self.job["metadata"].get("annotations") or {}
-        found = noted.get(RUN_DIR_ANNOTATION) or (self.container.get("command") or [""])[
-            -1
-        ].replace("$$", "$")
-        return str(found)
+        command = self.container.get("command") or [""]
+        return str(noted.get(RUN_DIR_ANNOTATION) or command[-1].replace("$$", "$"))
 
     @property
     def num_pods(self) -> int:
-        """How many pods it asks for."""
-        return num_pods(self.documents)
+        """Pods that it asks for; 0: it does not say."""
+        spec = self.job.get("spec") or {}
+        match self.kind:
+            case "PyTorchJob":
+                found = spec["pytorchReplicaSpecs"]["Worker"].get("replicas")
+            case "JobSet":
+                job = spec["replicatedJobs"][0]
+                inner = job["template"]["spec"]
+                found = int(job.get("replicas") or 1) * int(inner.get("parallelism") or 1)
+            case _:
+                found = (spec.get("trainer") or {}).get("numNodes")
+                if found is None:
+                    specs = [one["spec"] for one in self.documents if "spec" in one]
+                    policies = [one.get("mlPolicy") or {} for one in specs]
+                    found = next((one["numNodes"] for one in policies if "numNodes" in one), None)
+        return int(found or 0)
 
 
 def read_bundle(files: Mapping[str, str]) -> Bundle:
-    """Return what a bundle's manifests say.
+    """Read a bundle's manifests.
 
     Raises:
-        UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
+        UserError: HF613 it is not a bundle of ours, or has been changed beyond reading.
     """
     import yaml
 
@@ -210,7 +222,7 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
 
 
 def resource_of(document: Mapping[str, Any]) -> Resource:
-    """Return where `document` is kept; its own apiVersion counts."""
+    """Return where `document` is kept, by its apiVersion."""
     return Resource(str(document["apiVersion"]), RESOURCES[str(document["kind"])].plural)
 
 
@@ -223,24 +235,6 @@ def template_of(documents: Sequence[Mapping[str, Any]]) -> Object:
     raise KeyError("TrainingRuntime")
 
 
-def num_pods(documents: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many pods the job asks for; 0: it does not say."""
-    spec = documents[-1].get("spec") or {}
-    match documents[-1]["kind"]:
-        case "PyTorchJob":
-            found = spec["pytorchReplicaSpecs"]["Worker"].get("replicas")
-        case "JobSet":
-            job = spec["replicatedJobs"][0]
-            inner = job["template"]["spec"]
-            found = int(job.get("replicas") or 1) * int(inner.get("parallelism") or 1)
-        case _:
-            found = (spec.get("trainer") or {}).get("numNodes")
-            if found is None:
-                policies = [one["spec"].get("mlPolicy") or {} for one in documents if "spec" in one]
-                found = next((one["numNodes"] for one in policies if "numNodes" in one), None)
-    return int(found or 0)
-
-
 def stamped(
     bundle: Bundle,
     *,
@@ -250,11 +244,11 @@ def stamped(
     without: Sequence[str] = (),
     secret: bytes = b"",
 ) -> list[Object]:
-    """Return the documents as they are sent: with namespace, attempt and a mark of this call.
+    """Return the documents to send: with namespace, attempt and a mark of this call.
 
-    And with the run's Secret before the job, where its pods mount one. `attempt` is the number of
-    the submission, from 0; `submission` marks what this call makes; `without` names nodes to keep
-    off, besides those of `kubernetes.exclude`; `secret` is random bytes, for this submission alone.
+    The run's Secret comes before the job, if its pods mount one. `attempt` is the number of the
+    submission, from 0; `submission` marks this call's objects; `without` names nodes to avoid
+    besides `kubernetes.exclude`; `secret` is random bytes, for this submission alone.
     """
     documents = copy.deepcopy(list(bundle.documents))
     if mounted := mounted_secret(documents):
@@ -311,7 +305,7 @@ def _labels(value: Any) -> Iterator[Object]:
 
 
 def attempt_of(files: Mapping[str, str]) -> int:
-    """Return which submission of the run comes next, from 0, by the run's submitted.json."""
+    """Return the number of the run's next submission, from 0, by its submitted.json."""
     try:
         raw = json.loads(files["submitted.json"])
         return 1 + len(raw.get("former", []))
@@ -320,7 +314,7 @@ def attempt_of(files: Mapping[str, str]) -> int:
 
 
 def moved(value: Any, old: str, new: str) -> Any:
-    """Return JSON `value` with the paths in and under folder `old` as they are in `new`."""
+    """Return JSON `value` with the paths in and under folder `old` moved to `new`."""
     if isinstance(value, str):
         if value == old or value.startswith(f"{old}/"):
             return new + value[len(old) :]
@@ -372,7 +366,8 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
             "activeDeadlineSeconds": lives_s,
             "terminationGracePeriodSeconds": 0,
             "containers": [inside],
-            "volumes": [copy.deepcopy(wanted[mount["name"]]) for mount in _first(mounts)],
+            # One may be mounted in several places.
+            "volumes": [copy.deepcopy(wanted[n]) for n in {mount["name"]: 0 for mount in mounts}],
         },
     }
 
@@ -381,11 +376,6 @@ def _claims(spec: Mapping[str, Any]) -> dict[str, Object]:
     volumes = spec.get("volumes") or ()
     kinds = ("persistentVolumeClaim", "hostPath", "nfs", "csi")
     return {one["name"]: one for one in volumes if any(kind in one for kind in kinds)}
-
-
-def _first(mounts: Sequence[Object]) -> list[Object]:
-    """Return one mount for each volume: one may be mounted in several places."""
-    return list({mount["name"]: mount for mount in mounts}.values())
 
 
 def _harmless(context: Mapping[str, Any]) -> Object:

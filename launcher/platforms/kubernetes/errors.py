@@ -1,7 +1,7 @@
-"""What the API server refuses, as errors with how to fix them. Pure.
+"""Refusals of the API server, as errors with their fixes. Pure.
 
-Whether to try again is a type. What the caller may expect (no such object, one that is there
-already) has a type of its own.
+Whether to try again is a type. An answer that the caller may expect (no such object, it exists
+already) has its own type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.render.kubernetes_names import KINDS
 from launcher.spec.errors import HoldfastError, PermanentError, TemporaryError, UserError
 
 ROLE: Final = "holdfast-submitter"
-"""The Role in manifests/ that grants what the launcher asks for."""
+"""The Role in manifests/ with the launcher's rights."""
 ACCOUNTS_ROLE: Final = "holdfast-accounts"
 """The Role for runs with an account of their own."""
 SECRETS_ROLE: Final = "holdfast-secrets"
@@ -29,14 +29,14 @@ OPERATOR_ROLE: Final = "holdfast-operator"
 """The ClusterRole for draining them."""
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
 _OF_NODES: Final = ("pods/log", "pods/exec")
-"""What the server hands on to the node of a pod."""
+"""Calls that the server hands on to the node of a pod."""
 POD_SECURITY: Final = (
     "leave kubernetes.security.non_root at its default; RDMA (kubernetes.fabric, rdma) needs a "
     "namespace that allows IPC_LOCK, as manifests/rdma does, host_path one that allows hostPath"
 )
-"""What a user can do about Pod Security."""
+"""A user's way out of Pod Security."""
 _MOST_WAIT_S: Final = 60.0
-"""A server's Retry-After is not believed beyond this."""
+"""Limit of a server's Retry-After."""
 _INSTALL: Final[dict[str, str]] = {
     "pytorchjobs": (
         "the Kubeflow Training Operator v1: kubectl apply --server-side -k "
@@ -56,11 +56,11 @@ _INSTALL["trainingruntimes"] = _INSTALL["trainjobs"]
 
 
 class NotThereError(PermanentError):
-    """There is no such object (any more)."""
+    """The object does not exist (any more)."""
 
 
 class ConflictError(PermanentError):
-    """An object of that name is there already, or has changed since it was read."""
+    """An object of that name exists already, or has changed since it was read."""
 
 
 class GoneError(PermanentError):
@@ -70,7 +70,7 @@ class GoneError(PermanentError):
 class BusyError(TemporaryError):
     """The server is busy or away; nothing was done.
 
-    `retry_after_s`: when it wants to be asked again; None: it did not say.
+    `retry_after_s`: when it wants to be asked again, if it said so.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -83,12 +83,12 @@ class UnreachableError(BusyError):
 
 
 class BrokenOffError(TemporaryError):
-    """The connection broke off: whether the call did its work is not known."""
+    """The connection broke off: whether the call did its work is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What was asked, for messages."""
+    """A call of the API, for messages."""
 
     verb: str
     """As in rules of Roles: get, list, create, delete, …"""
@@ -99,7 +99,6 @@ class Call:
     """Its address."""
 
     def __str__(self) -> str:
-        """Return it for people: create pytorchjobs.kubeflow.org in namespace train."""
         name = f" {self.name}" if self.name else ""
         where = f" in namespace {self.namespace}" if self.namespace else ""
         return f"{self.verb} {self.resource.name}{name}{where}"
@@ -145,7 +144,7 @@ def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> H
 
 
 def retry_after(text: str) -> float | None:
-    """Return the seconds of a header Retry-After; None: it has none that can be read."""
+    """Return the seconds of a header Retry-After, if it can be read."""
     try:
         found = float(text)
     except ValueError:
@@ -203,7 +202,7 @@ def missing_right(
 ) -> str:
     """Return that a right is missing, and what grants it.
 
-    An empty `namespace` is all of the cluster. `resource` is written as in names of CRDs, `verb` as
+    An empty `namespace` is the whole cluster. `resource` is written as in names of CRDs, `verb` as
     in rules of Roles.
     """
     plain, user = resource.partition(".")[0], shlex.quote(who) if who else "YOU"

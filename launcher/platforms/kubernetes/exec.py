@@ -1,6 +1,6 @@
 """Runs commands in a pod, over a WebSocket: with bytes to stdin, or with the user's terminal.
 
-The protocol (v4.channel.k8s.io) cannot close stdin, so what is sent says its own length. The
+The protocol (v4.channel.k8s.io) cannot close stdin, so its content says its length. The official
 client opens the connection; its WSClient would keep all output in memory, so frames are read here.
 """
 
@@ -31,19 +31,19 @@ from launcher.spec.errors import PermanentError
 
 _STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE = range(5)
 _CHUNK_BYTES: Final = 4 * 1024
-"""Sent at once. A socket that is ready has a third of its buffer free, 16 KiB by default (tcp(7),
-tcp_wmem), so that this does not block while the command waits for what it writes to be read."""
+"""Sent at once. A ready socket has a third of its buffer free, 16 KiB by default (tcp(7),
+tcp_wmem), so this does not block while the command waits for its output to be read."""
 _MOST_STDERR: Final = 64 * 1024
 _EXEC: Final = Resource("v1", "pods/exec")
 
 
 class ExecFailedError(PermanentError):
-    """A command could not be started in a pod, did not end in time, or its connection broke off."""
+    """A command in a pod did not start, did not end in time, or its connection broke off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodExec:
-    """Commands in pods, beside what runs there."""
+    """Commands in pods, beside their agents."""
 
     api: KubernetesApi
     namespace: str
@@ -64,8 +64,8 @@ class PodExec:
         comes, None: it is in the answer. `timeout_s` counts once the connection is open.
 
         Raises:
-            UserError: HF753 no right to; HF755 no such namespace.
-            NotThereError: there is no such pod.
+            UserError: HF753 a right is missing; HF755 the namespace is.
+            NotThereError: the pod does not exist.
             UnreachableError, BrokenOffError: nobody answers.
             ExecFailedError: it did not start, or did not end in time.
         """
@@ -111,14 +111,14 @@ class PodExec:
     def _connected(
         self, pod: str, argv: Sequence[str], *, stdin: bool, is_tty: bool = False
     ) -> Iterator[Any]:
-        """Start a command; yield the WebSocket. When that is closed the command may continue."""
+        """Start a command; yield the WebSocket. Once that is closed the command may continue."""
         from kubernetes.client import ApiClient, ApiException, CoreV1Api
         from kubernetes.stream import stream
         from websocket import WebSocketBadStatusException
 
         where, server = self.namespace, self.api.server
         call = Call(verb="create", resource=_EXEC, namespace=where, name=pod, server=server)
-        # One of its own: stream() swaps methods of it.
+        # A new one: stream() swaps methods of it.
         core = CoreV1Api(ApiClient(self.api.client.configuration))
         try:
             socket = stream(
@@ -154,10 +154,10 @@ class PodExec:
 
 
 def exit_code(status: bytes, pod: str, said: str = "") -> int:
-    """Return the exit code that the API's last word about a command has. Pure.
+    """Return the exit code in the API's last word about a command. Pure.
 
     Raises:
-        ExecFailedError: it says that the command did not run, or nothing.
+        ExecFailedError: the command did not run, or nothing was said.
     """
     try:
         found = json.loads(status)
@@ -180,7 +180,7 @@ def _text(data: bytes) -> str:
 def _frames(
     socket: Any, pod: str, stdin: int | None, timeout_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield channel and bytes of what comes until the command ends; send it what `stdin` gives."""
+    """Yield channel and bytes of the output until the command ends; send it `stdin`."""
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketException
 
     end = time.monotonic() + timeout_s

@@ -1,6 +1,6 @@
-"""What goes from a local run directory to the pods' storage, and what comes back. No network.
+"""Files from a local run directory to the pods' storage, and back. No network.
 
-RUN/.fetched.json has what was brought already: of each file its inode there and the bytes.
+RUN/.fetched.json has what was brought already: each file's inode there and the bytes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from launcher.spec.errors import PermanentError
 STATE: Final = ".fetched.json"
 STOP_JSON: Final = "stop.json"
 MOST_LOG_BYTES: Final = 8 << 20
-"""The end of a log that is brought first: runs of months have logs of gigabytes."""
+"""Of a log's end, brought first: runs of months have logs of gigabytes."""
 _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 """Folders that nodes alone write; events are the launcher's too."""
 
 
 @dataclass(slots=True)
 class Fetched:
-    """What was brought of a run: RUN/.fetched.json."""
+    """The fetched part of a run: RUN/.fetched.json."""
 
     run_dir: Path
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     """Path -> inode, offset (there), mtime_ns (there), size (here)."""
     pods: dict[str, str] = field(default_factory=dict)
-    """Uid of a pod -> time of the last line that was brought of its log; done: all was."""
+    """Uid of a pod -> time of the last fetched line of its log, or `done`."""
     complete: str = ""
-    """The submission of which all was brought that there will ever be."""
+    """The submission of which everything was brought."""
 
     @classmethod
     def load(cls, run_dir: Path) -> Fetched:
-        """Read it; one that is damaged is none: everything is brought again."""
+        """Read it; a damaged one is empty: everything is brought again."""
         raw, keys = read_json(run_dir / STATE), ("inode", "offset", "mtime_ns", "size")
         try:
             files = {
@@ -65,7 +65,7 @@ class Fetched:
         write_json(self.run_dir / STATE, raw)
 
     def request(self) -> bytes:
-        """Return what `launcher.node.files get` is asked."""
+        """Return the request for `launcher.node.files get`."""
         known = {
             path: [one["inode"], one["offset"], one["mtime_ns"]] for path, one in self.files.items()
         }
@@ -73,11 +73,10 @@ class Fetched:
         return json.dumps(request).encode() + b"\n"
 
     def apply(self, answer: IO[bytes]) -> int:
-        """Write what `get` has answered into the run directory; return how many files changed.
+        """Write the answer of `get` into the run directory; return how many files changed.
 
-        Nothing that a pod sends gets out of the folders that are its, and only plain files do.
-        What was written before an interruption is written again, not twice: files are cut to the
-        size that was noted.
+        Only plain files below the pods' folders are written. Bytes written before an interruption
+        are written again, not twice: files are cut to the noted size.
 
         Raises:
             PermanentError: the answer leads elsewhere, or is cut off.
@@ -128,9 +127,9 @@ class Fetched:
         }
 
     def add_log(self, name: str, text: str, *, t_unix: float | None) -> None:
-        """Add what a pod has written to RUN/logs/pods/<name>.log.
+        """Add a pod's output to RUN/logs/pods/<name>.log.
 
-        The file shows `t_unix`, when the last line was written: logs are shown in that order.
+        The file shows `t_unix`, the time of the last line: logs are shown in that order.
         """
         safe_parts(name)
         path = self.run_dir / "logs" / "pods" / f"{name}.log"
@@ -167,12 +166,11 @@ def upload(
     known: Collection[str] = (),
     only: str = "*",
 ) -> None:
-    """Write to `out` what `launcher.node.files put` is to have of a local run directory.
+    """Write to `out` the request to `launcher.node.files put` for a local run directory.
 
-    Paths in its JSON files are changed to what the pods see. What came from there stays here, and
-    what begins with a dot: it is ours, or being written. `there` is where the pods see it; `known`
-    has paths that were brought from there; `only` is a pattern in the run directory itself. With
-    `fresh` there must be no run yet.
+    Paths in its JSON files are changed to `there`, where the pods see it. Files that came from
+    there (`known`) are left out, and names that begin with a dot: they are ours, or being written.
+    `only` is a pattern in the run directory itself. With `fresh` the run must not exist yet.
 
     Raises:
         OSError: a file cannot be read.
@@ -202,7 +200,7 @@ def upload(
 
 
 def _moved(data: bytes, old: str, new: str) -> bytes:
-    """Return the text of a JSON file with the paths of the run as they are there."""
+    """Return the text of a JSON file with the run's paths moved."""
     try:
         value = json.loads(data)
     except ValueError:

@@ -1,6 +1,6 @@
 """What pods, their events and nodes say: what keeps one from running, how one failed. Pure.
 
-Objects are as the API has them, plain JSON types. Nothing here assumes that a field is there.
+Objects are the API's, as plain JSON types; any field may be missing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 from launcher.platforms.kubernetes.documents import AGENTS, Object
 
 STUCK_S: Final = 30.0
-"""A pod that is still there so long after its time to end was over has a node that is away."""
+"""The node of a pod that exists so long after its time to end is away."""
 _TRACKED: Final = "batch.kubernetes.io/job-tracking"
 """The finalizer by which a Job holds its pods until it has counted them."""
 DONE: Final = ("Succeeded", "Completed", "Complete")
-"""Conditions of a job that has done its work: PyTorchJob, JobSet, TrainJob."""
+"""Conditions of a finished job: PyTorchJob, JobSet, TrainJob."""
 _MOST_CHARS: Final = 400
-"""The longest message of the platform that is shown."""
+"""Of a message of the platform."""
 
 _WAITING: Final[dict[str, str]] = {
     "ImagePullBackOff": "its image cannot be pulled; fix kubernetes.image, or name a secret for "
@@ -39,15 +39,15 @@ _WAITING: Final[dict[str, str]] = {
 }
 """Reasons of a waiting container -> what they mean."""
 _PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
-"""Those of them that may pass."""
+"""Reasons that may pass."""
 
 OUTLIVED_S: Final = 600.0
-"""An end says nothing any more of a pod that has run for so long since; as
+"""An end says nothing about a pod that has run for so long since; as
 `launcher/node/pod.py:LIVED_S`, where the count of failures starts over."""
 _PLAIN: Final = ("", "Error", "Completed")
 """Reasons of an end that say no more than its code."""
 _OUR_CODES: Final = (91, 92, 93, 94, 143)
-"""Codes of agents, and of pods that ask to be made again: no failed start by themselves."""
+"""Codes of agents, and of pods that ask to be made again: not failed starts by themselves."""
 NEVER_RAN: Final = ("StartError", "ContainerCannotRun", "RunContainerError")
 """Reasons of an end before the container's first instruction (containerd, cri-o, dockershim)."""
 _CANNOT_START: Final = (
@@ -145,12 +145,12 @@ class PodFailure:
 
     @property
     def said(self) -> str:
-        """The platform's reason and message. What was killed for memory tells only its log."""
+        """The platform's reason and message; a pod killed for memory has only its log as one."""
         return joined(self.reason, "" if self.reason == "OOMKilled" else self.message)
 
     @property
     def meaning(self) -> str:
-        """What it means, with how to fix it; empty: its own output says it."""
+        """What it means, with a fix; empty: its own output says it."""
         known = _ENDED.get(self.reason) or _ENDED.get(self.code, "")
         if not self.container:
             return known
@@ -160,7 +160,7 @@ class PodFailure:
 
 
 def text_of(value: Any) -> str:
-    """Return a text of the platform's on one line, and not endlessly."""
+    """Return a text of the platform on one line, cut at _MOST_CHARS."""
     flat = " ".join(str(value or "").split())
     return flat if len(flat) <= _MOST_CHARS else flat[: _MOST_CHARS - 1] + "…"
 
@@ -180,12 +180,12 @@ def name_of(thing: Mapping[str, Any]) -> str:
 
 
 def made_at(thing: Mapping[str, Any]) -> float | None:
-    """Return when an object was made, in Unix seconds; None: it does not say."""
+    """Return when an object was made, in Unix seconds, if it says so."""
     return time_of((thing.get("metadata") or {}).get("creationTimestamp"))
 
 
 def label_of(thing: Mapping[str, Any], key: str) -> str:
-    """Return a label of an object; empty: it has none."""
+    """Return a label of an object, or an empty text."""
     return str(((thing.get("metadata") or {}).get("labels") or {}).get(key) or "")
 
 
@@ -203,7 +203,7 @@ def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
 
 
 def is_true(thing: Mapping[str, Any], *kinds: str) -> Object | None:
-    """Return the first condition of `kinds` that holds; None: none does."""
+    """Return the first condition of `kinds` that holds, if any."""
     for kind in kinds:
         found = condition(thing, kind)
         if found is not None and str(found.get("status")).lower() == "true":
@@ -212,12 +212,12 @@ def is_true(thing: Mapping[str, Any], *kinds: str) -> Object | None:
 
 
 def has_ended(job: Mapping[str, Any]) -> bool:
-    """Whether a job has come to its end, a good one or not."""
+    """Return whether a job has ended, well or not."""
     return is_true(job, *DONE, "Failed") is not None
 
 
 def agent_status(pod: Mapping[str, Any]) -> Object:
-    """Return the status of the container that runs the agent; empty: it has none yet."""
+    """Return the status of the agent's container; empty: it has none yet."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     found = [one for one in statuses if isinstance(one, dict)]
     named = [one for one in found if one.get("name") in AGENTS]
@@ -242,23 +242,23 @@ def phase_of(pod: Mapping[str, Any]) -> str:
 
 
 def is_ending(pod: Mapping[str, Any]) -> bool:
-    """Whether it has been deleted and is still there."""
+    """Return whether it was deleted and still exists."""
     return bool((pod.get("metadata") or {}).get("deletionTimestamp"))
 
 
 def runs(pod: Mapping[str, Any]) -> bool:
-    """Whether its agent runs now, as far as the platform knows."""
+    """Return whether its agent runs now, as far as the platform knows."""
     return is_alive(pod) and not is_ending(pod)
 
 
 def is_alive(pod: Mapping[str, Any]) -> bool:
-    """Whether a command can be run in it: its agent runs, though it may be ending."""
+    """Return whether a command can run in it: its agent runs, though it may be ending."""
     state = agent_status(pod).get("state") or {}
     return phase_of(pod) == "Running" and ("running" in state or not state)
 
 
 def has_started(pod: Mapping[str, Any]) -> bool:
-    """Whether its agent runs or has run: only then can it have something to save."""
+    """Return whether its agent runs or has run: only then may it have something to save."""
     states = _states(pod)
     if never_ran(pod):
         return False
@@ -266,7 +266,7 @@ def has_started(pod: Mapping[str, Any]) -> bool:
 
 
 def never_ran(pod: Mapping[str, Any]) -> bool:
-    """Whether its container could not be started."""
+    """Return whether its container could not be started."""
     states = _states(pod)
     ended = states.get("terminated") or {}
     return ended.get("reason") in NEVER_RAN and "running" not in states
@@ -279,11 +279,11 @@ def _states(pod: Mapping[str, Any]) -> Object:
 
 
 def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
-    """Whether a pod that should run has a node that does not answer, so it counts for nothing.
+    """Return whether the node of a pod that should run does not answer, so it counts for nothing.
 
-    Where nobody may ask about nodes the pod says it: its containers are ready and it is not, for
-    the control plane alone says the one (MarkPodsNotReady), the kubelet both. `ready` says whether
-    a node answers, of those that were asked about.
+    Without the right to see nodes the pod says it: its containers are ready and it is not, for the
+    control plane alone sets the one (MarkPodsNotReady), the kubelet both. `ready` says whether a
+    node answers, where that was asked.
     """
     if not is_alive(pod):
         return False
@@ -294,13 +294,13 @@ def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names for people: the first few, and how many more there are."""
+    """Return names for people: the first few, and how many more."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def host_of(pod: Mapping[str, Any]) -> str:
-    """Return the name of its node; empty: it has none yet."""
+    """Return the name of its node, if it has one yet."""
     return str((pod.get("spec") or {}).get("nodeName") or "")
 
 
@@ -322,10 +322,10 @@ def trouble_of(
     now_unix: float,
     job_ends: bool = False,
 ) -> Trouble | None:
-    """Return what keeps `pod` from running; None: nothing, or nothing that is known.
+    """Return what keeps `pod` from running, if anything is known.
 
-    `events` are any of the namespace; `ready` says whether a node answers, of those that were asked
-    about; `job_ends`: its whole job has been deleted.
+    `events` are any of the namespace; `ready` says whether a node answers, where that was asked;
+    `job_ends`: its whole job has been deleted.
     """
     name, phase = name_of(pod), phase_of(pod)
     stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
@@ -355,7 +355,7 @@ def trouble_of(
 
 
 def failures(pods: Iterable[Object]) -> list[PodFailure]:
-    """Return how pods ended by an error, the earliest first; of a pod its last end."""
+    """Return how pods ended by an error, the earliest first; only a pod's last end."""
     found = [failure for pod in pods if (failure := _failure_of(pod)) is not None]
     return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
 
@@ -390,7 +390,7 @@ def _failure_of(pod: Object) -> PodFailure | None:
 
 
 def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the last end of a container; empty: it has not ended."""
+    """Return the last end of a container, if any."""
     for state in (status.get("state"), status.get("lastState")):
         ended = (state or {}).get("terminated")
         if isinstance(ended, dict):
@@ -399,9 +399,9 @@ def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def told_ends(events: Iterable[Object], job: Object) -> list[PodFailure]:
-    """Return how containers ended whose pods were replaced, as the training operator told.
+    """Return how containers of replaced pods ended, as the training operator told.
 
-    What was told before `job`, a PyTorchJob, was made is of a former one.
+    Events from before `job`, a PyTorchJob, was made are of a former one.
     """
     found, since = [], made_at(job) or 0.0
     for event in events:
@@ -431,9 +431,9 @@ def bad_ends(
 ) -> dict[str, Trouble]:
     """Return pods -> how their containers were ended, or could not start, not long ago.
 
-    Of each place in the job the newest pod counts, and the newest end, its own or of one before it.
-    Pods that ask to be made again (143), as after a drain, are not in trouble. `told` has further
-    ends, of pods that are gone.
+    Of each place in the job the newest pod counts, and the newest end, its own or a predecessor's.
+    Pods that ask to be made again (143), as after a drain, are not in trouble. `told` has ends of
+    former pods.
     """
     places: dict[str, list[Object]] = {}
     for pod in sorted(pods, key=lambda pod: made_at(pod) or 0.0):
@@ -466,7 +466,7 @@ def _is_telling(end: PodFailure) -> bool:
 
 
 def _place(pod: Mapping[str, Any]) -> str:
-    """Return what a pod and those made in its place share: the index of its Job, else its name."""
+    """Return what a pod and its replacements share: the index of its Job, else its name."""
     index = label_of(pod, "batch.kubernetes.io/job-completion-index")
     return f"{label_of(pod, 'batch.kubernetes.io/job-name')} {index}" if index else name_of(pod)
 
@@ -554,7 +554,7 @@ def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:
 
 
 def _last_end(status: Mapping[str, Any]) -> str:
-    """Return how a container ended last, to be added to a sentence; empty: it has not."""
+    """Return how a container ended last, to be added to a sentence, if it has."""
     ended = (status.get("lastState") or {}).get("terminated") or {}
     if "exitCode" not in ended:
         return ""

@@ -1,4 +1,4 @@
-"""What the objects of the API come to: job, pods, events -> JobStatus; nodes -> machines. Pure."""
+"""The API's objects -> our types: job, pods, events -> JobStatus; nodes -> machines. Pure."""
 
 from __future__ import annotations
 
@@ -52,6 +52,29 @@ from launcher.render.kubernetes_names import QUEUE_LABEL
 _NOT_MADE: Final = ("FailedCreate", "FailedCreatePod", "FailedCreateJob", "JobCreationFailed")
 """Reasons of events of a job whose pods are refused."""
 
+_REFUSALS: Final = (
+    (
+        re.compile(r"exceeded quota"),
+        (
+            "the namespace's quota does not let its pods be made: ask for less, end other jobs, or "
+            "ask an administrator (kubectl describe resourcequota)"
+        ),
+    ),
+    (
+        re.compile(r"violates PodSecurity"),
+        f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}",
+    ),
+    (
+        re.compile(r"(?i:serviceaccount).*not found|not found.*(?i:serviceaccount)"),
+        "its service account is missing; fix kubernetes.service_account",
+    ),
+    (
+        re.compile(r"no PriorityClass"),
+        "the priority class does not exist; fix kubernetes.priority_class",
+    ),
+)
+"""Parts of such an event's message -> what they mean; the first that is there counts."""
+
 _QUEUE_WORDS: Final = (
     (
         re.compile(r"maximum capacity|insufficient quota for"),
@@ -76,10 +99,10 @@ _QUEUE_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiView:
-    """What the API showed of one job."""
+    """The API's view of one job."""
 
     job: Object | None
-    """None: there is no such object (any more)."""
+    """None: it does not exist (any more)."""
     pods: Sequence[Object] = ()
     """The job's, also those that are ending."""
     events: Sequence[Object] = ()
@@ -89,33 +112,33 @@ class ApiView:
     ready: Mapping[str, bool] = field(default_factory=dict)
     """Node -> whether it answers, where that was asked."""
     num_pods: int = 0
-    """How many it should have; 0: not known."""
+    """That it should have; 0: unknown."""
 
     @property
     def reached(self) -> list[str]:
-        """Names of the pods whose agents run, by number, but for those of lost nodes."""
+        """Names of the pods whose agents run, by number, without those of lost nodes."""
         found = [pod for pod in in_order(self.pods) if runs(pod) and not is_lost(pod, self.ready)]
         return [name_of(pod) for pod in found]
 
     @property
     def left(self) -> list[Object]:
-        """What remains of a deleted job: pods whose agents have started.
+        """The rest of a deleted job: pods whose agents have started.
 
-        While a job goes, a controller may replace a pod of it; that one lacks its ConfigMaps,
-        never starts, and goes too.
+        A controller may meanwhile replace a pod; that one lacks its ConfigMaps, never starts, and
+        goes too.
         """
         return [pod for pod in in_order(self.pods) if has_started(pod)]
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it will run any more, though pods of it may still be ending."""
+        """Whether nothing of it will run any more, though pods may still be ending."""
         if self.job is None or has_ended(self.job):
             return True
         return is_ending(self.job) and not self.left
 
 
 def status_of(seen: ApiView, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
-    """Return what `seen` comes to."""
+    """Return the status of the job in `seen`."""
     job = seen.job
     if job is None:
         return _deleted(seen, now_unix, stop_asked=stop_asked)
@@ -169,7 +192,7 @@ def events_of(seen: ApiView) -> list[PlatformEvent]:
 
 
 def description_of(seen: ApiView) -> dict[str, str]:
-    """Return what is kept of the job, in the platform's own names; empty: nothing."""
+    """Return the platform's record of the job, in its own names."""
     job = seen.job
     if job is None:
         return {}
@@ -196,7 +219,7 @@ def description_of(seen: ApiView) -> dict[str, str]:
 def _deleted(
     seen: ApiView, now_unix: float, *, stop_asked: bool, started: float | None = None
 ) -> JobStatus:
-    """Return the status of a job whose object is not there, or is about to go."""
+    """Return the status of a job whose object is gone, or about to go."""
     left = tuple(map(name_of, seen.left))
     if left:
         what = "was deleted" if seen.job is None else "is ending"
@@ -243,7 +266,7 @@ def _failed(seen: ApiView, failed: Mapping[str, Any], known: dict[str, Any]) -> 
 
 
 def job_code(ends: Sequence[PodFailure]) -> int | None:
-    """Return the code of a job that failed, by how its pods ended; None: nobody can say.
+    """Return the code of a job that failed, by how its pods ended, if known.
 
     93 and 94 end a job wherever they come from; 128 and more only say that a pod was to be tried
     again.
@@ -337,34 +360,21 @@ def _in_queue(seen: ApiView, queue: str, suspended: Object | None) -> tuple[str,
 
 
 def _refused(seen: ApiView) -> tuple[str, str] | None:
-    """Return why its pods cannot be made: (the platform's words, ours); None: they can."""
+    """Return why its pods cannot be made, if so: (the platform's words, ours)."""
     assert seen.job is not None
     name = name_of(seen.job)
-    for event in reversed(list(seen.events)):
+    for event in reversed(seen.events):
         about = str((event.get("involvedObject") or {}).get("name") or "")
-        if event.get("reason") not in _NOT_MADE or not (
-            about == name or about.startswith(f"{name}-")
-        ):
-            continue
-        message = text_of(event.get("message"))
-        reason = joined(str(event.get("reason")), message)
-        if "exceeded quota" in message:
-            return reason, (
-                "the namespace's quota does not let its pods be made: ask for less, end other "
-                "jobs, or ask an administrator (kubectl describe resourcequota)"
-            )
-        if "violates PodSecurity" in message:
-            return reason, (f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}")
-        if "serviceaccount" in message.lower() and "not found" in message:
-            return reason, "its service account is missing; fix kubernetes.service_account"
-        if "no PriorityClass" in message:
-            return reason, "the priority class does not exist; fix kubernetes.priority_class"
-        return reason, "its pods are refused"
+        if event.get("reason") in _NOT_MADE and f"{about}-".startswith(f"{name}-"):
+            message = text_of(event.get("message"))
+            words = next((text for rule, text in _REFUSALS if rule.search(message)), "")
+            reason = joined(str(event.get("reason")), message)
+            return reason, words or "its pods are refused"
     return None
 
 
 def _troubles(seen: ApiView, now_unix: float) -> list[Trouble]:
-    """Return what is wrong with pods of a job that is not over: first how starts of them ended."""
+    """Return what is wrong with pods of a job that is not over: first their failed starts."""
     assert seen.job is not None
     ended = bad_ends(seen.pods, told_ends(seen.events, seen.job), now_unix=now_unix)
     found = []
@@ -389,13 +399,12 @@ def _trouble(seen: ApiView, pod: Object, now_unix: float) -> Trouble | None:
 
 
 def _leaving(seen: ApiView, now_unix: float) -> str:
-    """Return what the pods of a deleted job do."""
     stuck = [found for pod in seen.left if (found := _trouble(seen, pod, now_unix))]
     return stuck[0].words if stuck else f"{len(seen.left)} of its pods save and end"
 
 
 def _is_held(job: Mapping[str, Any]) -> bool:
-    """Whether it is suspended by its spec, though its controller may not have said so yet."""
+    """Return whether its spec suspends it, though its controller may not have said so yet."""
     spec = job.get("spec") or {}
     return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
 
@@ -448,11 +457,12 @@ _Kind = tuple[Any, ...]
 
 
 def as_machines(nodes: Iterable[Object]) -> list[Machine]:
-    """Return the machines that nodes of the API are.
+    """Return the machines of nodes of the API.
 
     A node is closed by a cordon, a condition that says it is unwell (Ready that is not True, any
-    other that is True, as node-problem-detector sets them), a taint of Kubernetes' own, or another
-    one that most nodes of its kind do not have. What most have is the site's way of sorting nodes.
+    other that is True, as node-problem-detector sets them), a taint of Kubernetes itself, or
+    another one that most nodes of its kind lack. A taint of most nodes is the site's way of sorting
+    them.
     """
     there = [node for node in nodes if (node.get("metadata") or {}).get("name")]
     kinds = Counter(map(_kind, there))
@@ -469,7 +479,7 @@ def as_machines(nodes: Iterable[Object]) -> list[Machine]:
 
 
 def _kind(node: Object) -> _Kind:
-    """Return what nodes that are used for the same have in common: type and devices."""
+    """Return what nodes for the same use have in common: type and devices."""
     capacity = (node.get("status") or {}).get("capacity") or {}
     devices = sorted(
         (str(name), str(number))
@@ -480,7 +490,7 @@ def _kind(node: Object) -> _Kind:
 
 
 def _taints(node: Object) -> list[str]:
-    """Return the taints that keep pods off, as kubectl writes them; a cordon is not among them."""
+    """Return the taints that keep pods off, as kubectl writes them, without a cordon's."""
     found = []
     for taint in (node.get("spec") or {}).get("taints") or ():
         key, value, effect = (str(taint.get(name) or "") for name in ("key", "value", "effect"))

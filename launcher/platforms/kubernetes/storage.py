@@ -1,8 +1,8 @@
 """The storage of a run's pods, for a launcher that does not see it: through a pod, by exec.
 
-Any running pod of the job will do. Where none runs, a pod is made for the purpose: same image,
-same claim, same user, no GPU. It is removed at once, and ends by itself should the launcher die.
-What pods have printed comes over the API, for what goes wrong before anything is on the storage.
+Any running pod of the job will do. Without one, a pod is made for the purpose: same image, claim
+and user, no GPU. It is removed at once, and ends by itself should the launcher die. Pods' output
+comes over the API, for failures before anything is on the storage.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from launcher.spec.errors import PermanentError, PlatformError, UserError
 START_S: Final = 300.0
 """For a pod to start; its image may have to be pulled."""
 ANSWER_S: Final = 30.0
-"""For one that runs to take commands."""
+"""For a running pod to take commands."""
 _LIVES_S: Final = 3600
 """The pod ends by itself after this."""
 _COPY_S: Final = 1800.0
-"""For everything to be written there."""
+"""For writing everything there."""
 _FETCH_S: Final = 300.0
-"""For what is new to be brought."""
+"""For bringing what is new."""
 _STOP_S: Final = 30.0
 _MOST_ASKED: Final = 3
-"""Pods that are asked for files one after the other: they come and go."""
+"""Pods that are asked for files in turn: they come and go."""
 _MOST_PODS: Final = 8
-"""So many pods' own output: the first pod's, and those that failed first."""
+"""Pods whose output is brought: the first, and those that failed first."""
 _MOST_LOG: Final = 4 << 20
 _OTHERS_S: Final = 10.0
-"""So long another command that fetches the same run is waited for."""
+"""For another command that fetches the same run."""
 _TAIL: Final = ("tailLines", "20000")
 _LINE: Final = re.compile(r"(\S+)Z (.*)", re.DOTALL)
 _DONE: Final = "done"
@@ -94,10 +94,10 @@ class Storage:
 
     @contextlib.contextmanager
     def pod(self) -> Iterator[str]:
-        """Make a pod that has the storage, and remove it in the end; yield its name.
+        """Make a pod with the storage, and remove it in the end; yield its name.
 
         Raises:
-            UserError: HF753 no right to; HF759 it does not start, and why.
+            UserError: HF753 a right is missing; HF759 it does not start, and why.
             PlatformError: the cluster is away.
         """
         name = f"{self.bundle.name}-storage-{os.urandom(3).hex()}"
@@ -114,10 +114,10 @@ class Storage:
     def put(self, pod: str, fetched: Fetched, *, fresh: bool) -> None:
         """Write the launcher's files of the run to the storage.
 
-        `pod` may say that it runs and refuse, for a moment. With `fresh` there must be no run yet.
+        For a moment a running `pod` may refuse. With `fresh` the run must not exist yet.
 
         Raises:
-            UserError: HF611 there is one; HF759 it cannot be written.
+            UserError: HF611 it exists; HF759 it cannot be written.
             PlatformError: the connection broke off.
         """
         with tempfile.TemporaryFile() as file:
@@ -140,7 +140,7 @@ class Storage:
         self._ask(pod, "drop", timeout_s=_COPY_S)
 
     def get(self, pod: str, fetched: Fetched) -> int:
-        """Bring what is new into the local run directory; return how many files changed.
+        """Bring new files into the local run directory; return how many changed.
 
         Raises:
             UserError: HF759 it cannot be read.
@@ -156,14 +156,14 @@ class Storage:
     def fetch(self, run_dir: Path, seen: ApiView, *, mark: str) -> None:
         """Bring all that is new into the local run directory.
 
-        From a running pod where there is one. A job that has ended is fetched once more, through a
-        pod made for it; a job that has not begun has nothing to bring. `mark` names the submission,
-        other than all before it.
+        From a running pod if possible. A job that has ended is fetched once more, through a pod
+        made for it; a job that has not begun has nothing to bring. `mark` names the submission
+        uniquely.
 
         Raises:
             UserError, PlatformError: it cannot be had; what came before stays.
         """
-        # What another command brings just now is waited for: it may be the end of the run.
+        # Wait for another command: it may bring the end of the run just now.
         with one_at_a_time(run_dir, wait_s=_OTHERS_S) as mine:
             if not mine:
                 return
@@ -210,7 +210,7 @@ class Storage:
             raise UnreachableError(f"no node of its pods answers ({listed(hosts)}){said}")
 
     def _board(self, folder: Path) -> None:
-        """Keep what is on a board that is a ConfigMap; one that is files has come with them."""
+        """Keep a copy of a board in a ConfigMap; a board of files has come with them."""
         try:
             address = elsewhere(folder)
             if address is None:
@@ -223,9 +223,10 @@ class Storage:
             raise PermanentError(f"the board of the run cannot be read: {error}") from error
 
     def _logs(self, seen: ApiView, fetched: Fetched) -> dict[str, UnreachableError]:
-        """Bring what pods have printed, for what goes wrong before anything is on the storage.
+        """Bring pods' output, for failures before anything is on the storage.
 
-        Return the nodes that did not answer, though the cluster holds them for ready, and how.
+        Return the nodes that did not answer though the cluster holds them for ready, with the
+        errors.
         """
         dark: dict[str, UnreachableError] = {}
         failed = {failure.pod for failure in failures(seen.pods)[: _MOST_PODS - 1]}
@@ -270,10 +271,10 @@ class Storage:
         *,
         timeout_s: float,
     ) -> None:
-        """Let `launcher.node.files` do something in a pod.
+        """Run `launcher.node.files` in a pod.
 
         Raises:
-            UserError: HF611 there is another run; HF759 it cannot be done.
+            UserError: HF611 another run is there; HF759 it cannot be done.
             PlatformError: as `PodExec.run`.
         """
         there = self.bundle.run_dir
@@ -295,7 +296,7 @@ class Storage:
             )
 
     def _wait(self, name: str) -> None:
-        """Wait until the pod that was made runs.
+        """Wait until the new pod runs.
 
         Raises:
             UserError: HF759 it does not, or never will.
@@ -330,9 +331,8 @@ class Storage:
 def new_lines(text: str, since: str) -> tuple[str, str]:
     """Return the lines of a pod's log after `since`, without their times, and the last time. Pure.
 
-    Lines begin with a time, as `timestamps=true` gives them; `since` is the last one known, without
-    its Z. Times are ordered as texts are: their fractions have no trailing zeros, or all as many
-    digits.
+    Lines begin with a time (`timestamps=true`); `since` is the last known one, without its Z. Times
+    sort as texts: their fractions have no trailing zeros, or all as many digits.
     """
     found, last = [], since
     for line in text.splitlines(keepends=True):

@@ -1,7 +1,7 @@
 """Makes the documents of a bundle on a cluster: all of them, or none.
 
-First the server checks every one of them (dry run). Then they are made in order, the job last,
-each with a mark of this call. Whatever goes wrong, Ctrl-C included, what has the mark is removed.
+First the server checks every one of them (dry run). Then they are made in order, the job last, each
+with a mark of this call. On any error, Ctrl-C included, everything with the mark is removed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
 from launcher.spec.errors import PermanentError, PlatformError, TemporaryError, UserError
 
 KEEP: Final = "holdfast.dev/keep"
-"""Annotation: it outlives the job. The first such document is the board, the others are its."""
+"""Annotation: it outlives the job. The first such document is the board, which owns the others."""
 _TRIES: Final = 5
 GONE_S: Final = 180.0
-"""An ended job of the same name may take so long to go."""
+"""For an ended job of the same name to go."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Creation:
-    """Documents that are to be made together.
-
-    `documents` are in order, the job last, marked by `stamped`.
-    """
+    """Documents to be made together, in order, the job last, marked by `stamped`."""
 
     api: KubernetesApi
     namespace: str
@@ -54,7 +51,7 @@ class Creation:
         """Let the server check all documents; nothing is made.
 
         Raises:
-            UserError: HF753 to HF757 what it refuses.
+            UserError: HF753 to HF757 its refusal.
             PlatformError: it is away.
         """
         for document in self.documents:
@@ -67,11 +64,11 @@ class Creation:
                     raise
 
     def clear(self) -> None:
-        """Remove what a former submission of the same run has left.
+        """Remove the leftovers of a former submission of the same run.
 
         Raises:
             UserError: HF615 its job is live; HF758 the name is another's.
-            PermanentError: what is being removed does not go.
+            PermanentError: the leftovers do not go.
         """
         left = []
         for document in reversed(self.documents):
@@ -99,10 +96,10 @@ class Creation:
             self._wait_gone(document)
 
     def make(self) -> Object:
-        """Make all documents and let them belong to the job; return the job as it is there.
+        """Make all documents and let them belong to the job; return the server's job.
 
         Raises:
-            UserError, PlatformError: as the server says; nothing of it is left then.
+            UserError, PlatformError: as the server says; nothing is left then.
         """
         try:
             found: list[Object] = []
@@ -131,7 +128,7 @@ class Creation:
         return job
 
     def _create(self, document: Object) -> Object:
-        """Make one document; one that was made although the answer was lost is taken for it."""
+        """Make one document; one whose answer was lost is recognised."""
 
         def once() -> Object:
             try:
@@ -183,7 +180,7 @@ class Creation:
             ) from error
 
     def _has_all(self, document: Object) -> bool:
-        """Whether the document that a dry run compares another one with is there already."""
+        """Return whether the document that a dry run compares another one with exists already."""
         wanted = "Role" if document["kind"] == "RoleBinding" else "TrainingRuntime"
         return all(self._get(one) is not None for one in self.documents if one["kind"] == wanted)
 
@@ -191,11 +188,7 @@ class Creation:
         return self.api.get(resource_of(document), self.namespace, name_of(document))
 
     def _check_ours(self, document: Object, found: Object) -> None:
-        """Check that what is there belongs to this run.
-
-        Raises:
-            UserError: HF758 it does not.
-        """
+        """Check that `found` belongs to this run (HF758)."""
         labels = (found.get("metadata") or {}).get("labels") or {}
         mine = document["metadata"]["labels"][RUN_LABEL]
         if labels.get(MANAGED_LABEL) != MANAGED_BY or labels.get(RUN_LABEL) != mine:
@@ -206,7 +199,7 @@ class Creation:
             )
 
     def _is_there(self, document: Object) -> bool:
-        """Whether a document, or anything its controllers have made of it, is still there."""
+        """Return whether a document, or anything its controllers have made of it, still exists."""
         if self._get(document) is not None:
             return True
         labels = f"{RUN_LABEL}={document['metadata']['labels'][RUN_LABEL]}"
@@ -226,10 +219,10 @@ class Creation:
 
 
 def _lacks_another(document: Object, error: BaseException) -> bool:
-    """Whether a document may be refused only for want of another, which a dry run does not make.
+    """Return whether a document may be refused only for want of another, not made in a dry run.
 
-    A RoleBinding is compared with its Role, a TrainJob with its runtime: by Trainer's webhook, by
-    Kueue's, or by another that comes before, each in words of its own.
+    A RoleBinding is compared with its Role, a TrainJob with its runtime: by Trainer's webhook,
+    Kueue's, or one that comes before, each in its own words.
     """
     if document["kind"] == "RoleBinding":
         return isinstance(error, NotThereError)
@@ -238,7 +231,7 @@ def _lacks_another(document: Object, error: BaseException) -> bool:
 
 
 def _is_ours_alone(document: Object) -> bool:
-    """Whether no other call makes one of that name: a Secret, which submitting may not read."""
+    """Return whether no other call makes its name: a Secret, which submitting may not read."""
     return bool(document["kind"] == "Secret")
 
 

@@ -1,7 +1,7 @@
 """What keeps Slurm from ever starting a job that sbatch would take: (script, cluster) -> problems.
 
-Pure. What sbatch refuses in clear words is left to it. What is not known is not judged: no
-problem is found where Slurm would start the job as the cluster is configured now.
+Pure. sbatch's own clear refusals are left to it. Unknown facts are not judged: no problem is found
+where Slurm would start the job as the cluster is configured now.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _NAMED: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What a batch script asks Slurm for."""
+    """A batch script's request to Slurm."""
 
     nodes: int
     partitions: tuple[str, ...] = ()
-    """It may start in any of them; empty: the default one."""
+    """Any of them will do; empty: the default one."""
     account: str = ""
     qos: str = ""
     time_s: int | None = None
-    """None: not given, or none."""
+    """None: not given, or without limit."""
     cpus: int = 0
     """Per node; 0: not given."""
     memory_mib: float = 0.0
     """Per node; 0: not given, or all."""
     gres: tuple[tuple[str, str, int], ...] = ()
-    """Name, type or nothing, number on each node."""
+    """Name, type (may be empty), number on each node."""
     gres_key: str = "slurm.gres"
     """Key of the job file that asks for them."""
     features: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class BatchRequest:
 
     @property
     def tres(self) -> dict[str, int]:
-        """What it takes at least, in the names of accounting's limits."""
+        """Its least use, in the names of accounting's limits."""
         found = {"node": self.nodes}
         for name, kind, count in self.gres:
             for tres in dict.fromkeys((f"gres/{name}", f"gres/{name}{kind and ':' + kind}")):
@@ -69,20 +69,20 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmCluster:
-    """What Slurm says of itself; what it does not say is empty."""
+    """Slurm's facts about itself; unknown ones are empty."""
 
     config: Mapping[str, str] = field(default_factory=dict)
-    """Of `scontrol show config`."""
+    """`scontrol show config`."""
     partitions: Sequence[Mapping[str, str]] = ()
-    """Of `scontrol show partition`."""
+    """`scontrol show partition`."""
     nodes: Sequence[NodeGroup] = ()
     user: str = ""
     associations: Sequence[Mapping[str, str]] | None = None
-    """The user's, by ASSOCIATION_COLUMNS; None: not known."""
+    """The user's, by ASSOCIATION_COLUMNS; None: unknown."""
     accounts: Sequence[Mapping[str, str]] = ()
     """The job's account itself."""
     qos: Sequence[Mapping[str, str]] | None = None
-    """All there are, by QOS_COLUMNS; None: not known."""
+    """All, by QOS_COLUMNS; None: unknown."""
 
     def enforces(self, *what: str) -> bool:
         """Whether one of these words is in AccountingStorageEnforce."""
@@ -91,12 +91,12 @@ class SlurmCluster:
 
     @property
     def rewrites(self) -> bool:
-        """Whether a plugin of the site may change what is submitted, as its partition."""
+        """Whether a plugin of the site may change submissions, such as their partition."""
         return any(self.config.get(key) for key in ("JobSubmitPlugins", "CliFilterPlugins"))
 
     @property
     def keeps_accounts(self) -> bool:
-        """Whether there is a database of accounts."""
+        """Whether it has a database of accounts."""
         kind = self.config.get("AccountingStorageType", "")  # later versions: (null)
         return bool(kind) and not kind.endswith("/none")
 
@@ -109,9 +109,9 @@ class SlurmCluster:
 
 
 def request_of(script: str, without: Iterable[str] = ()) -> BatchRequest | None:
-    """Return what a script of ours asks for; None: it is for another cluster, or says nothing.
+    """Return the request of a script of ours; None: it is for another cluster, or says nothing.
 
-    `without` names further nodes that are not to be used.
+    `without` names further nodes to avoid.
     """
     given: dict[str, str] = {}
     try:
@@ -149,7 +149,7 @@ def request_of(script: str, without: Iterable[str] = ()) -> BatchRequest | None:
 
 
 def problems(job: BatchRequest, cluster: SlurmCluster) -> list[Problem]:
-    """Return what keeps `job` from starting on `cluster`, and as warnings what it waits for.
+    """Return what keeps `job` from starting on `cluster`; what it only waits for, as warnings.
 
     HF680 to HF682, of the partition; HF683 and HF684, of the account and its limits.
     """
@@ -182,7 +182,7 @@ def problems(job: BatchRequest, cluster: SlurmCluster) -> list[Problem]:
 
 
 def _is_open(part: Mapping[str, str]) -> bool:
-    """Whether all users may submit to a partition."""
+    """Return whether all users may submit to a partition."""
     said = (part.get("State"), part.get("RootOnly"), part.get("AllowGroups"))
     return said == ("UP", "NO", "ALL")
 
@@ -221,8 +221,8 @@ def _not_allowed(
 ) -> Iterator[Problem]:
     """Yield that account or QOS are not for the partition.
 
-    From some version on an account in its list stands for those below it too: only accounts
-    that are below root alone are judged.
+    From some version on an account in its list includes those below it: only accounts below root
+    are judged.
     """
     if not cluster.enforces("associations", "limits", "qos", "safe"):
         return
@@ -246,7 +246,7 @@ def _not_allowed(
 def _too_many(
     job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Yield why the partition never gives a job so many nodes: the first reason only."""
+    """Yield the first reason why the partition never gives a job so many nodes."""
     name, asked = part.get("PartitionName", ""), f"the job asks for {job.nodes:,} nodes"
     most, least = part.get("MaxNodes", ""), part.get("MinNodes", "")
     other = "lower cluster.nodes or cluster.spares, or use another partition"
@@ -296,7 +296,7 @@ class _Wish(NamedTuple):
 
 
 def _wishes(job: BatchRequest) -> Iterator[_Wish]:
-    """Yield what each node must have, one by one, then all of it together."""
+    """Yield each demand on a node, then all of them together."""
     each: list[_Wish] = []
     for name, kind, count in job.gres:
         what = ":".join(filter(None, (name, kind, str(count))))
@@ -347,7 +347,7 @@ def _wishes(job: BatchRequest) -> Iterator[_Wish]:
 
 
 def _has_gres(wish: tuple[str, str, int], group: NodeGroup) -> bool:
-    """Whether such nodes have so many; GRES of which no type is known may be of any."""
+    """Return whether such nodes have so many; GRES without a type may be of any."""
     name, kind, count = wish
     there = [(k, n) for other, k, n in _gres(group.gres) if other == name]
     return sum(n for k, n in there if not kind or not k or k.lower() == kind.lower()) >= count
@@ -365,11 +365,10 @@ def _gres(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _lifts(job: BatchRequest, cluster: SlurmCluster, limit: str) -> bool:
-    """Whether a QOS that the job may have overrides this limit of partitions."""
+    """Return whether a QOS that the job may have overrides this limit of partitions."""
     if not cluster.keeps_accounts:
         return False
-    candidates = _candidates(job, cluster)
-    # None are known: then one of them may.
+    candidates = _candidates(job, cluster)  # empty: an unknown one may
     return not candidates or any(f"Partition{limit}" in _flags(row) for row in candidates)
 
 
@@ -385,7 +384,7 @@ def _candidates(job: BatchRequest, cluster: SlurmCluster) -> list[Mapping[str, s
 
 
 def _flags(row: Mapping[str, str]) -> list[str]:
-    return row["Flags"].split(",")
+    return row.get("Flags", "").split(",")
 
 
 # -- account, QOS and their limits ----------------------------------------------------------
@@ -425,10 +424,10 @@ def _of_account(
 def _over_limits(
     job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str], mine: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Yield the limits that the job alone is over.
+    """Yield the limits that the job alone exceeds.
 
-    Of one limit on several levels the first that is set counts, in Slurm's order: the
-    partition's QOS, the job's (before it with OverPartQOS), the user's association, the account.
+    Of one limit on several levels the first that is set counts, in Slurm's order: the partition's
+    QOS, the job's (first with OverPartQOS), the user's association, the account.
     """
     found: list[Problem] = []
     for qos in _candidates(job, cluster):
@@ -476,9 +475,8 @@ _KEYS: Final = {"time": "slurm.time", "node": "cluster.nodes", "cpu": "slurm.cpu
 def _limits(row: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
     """Yield limit, TRES (or time, in seconds) and number of a QOS or an association."""
     # Percentages then, from 23.11 on: they count before lower limits, but not in numbers.
-    is_relative = "Relative" in row.get("Flags", "").split(",")
-    wall_s = limit_seconds(row.get("MaxWall"))
-    if wall_s:
+    is_relative = "Relative" in _flags(row)
+    if wall_s := limit_seconds(row.get("MaxWall")):
         yield "MaxWall", "time", wall_s
     for limit in ("MaxTRES", "MaxTRESPU", "GrpTRES"):
         for item in row.get(limit, "").split(","):
@@ -488,7 +486,7 @@ def _limits(row: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
 
 
 def _time(seconds: int) -> str:
-    """Return a time as sbatch takes it."""
+    """Return a time in sbatch's form."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock

@@ -1,7 +1,7 @@
 """Slurm by its own commands: submits, watches, cancels.
 
-A controller that does not answer makes jobs UNKNOWN, never failed. What may be done twice is
-tried again after a temporary failure; sbatch is not, unless the job was surely not taken.
+A controller that does not answer makes jobs UNKNOWN, never failed. Idempotent calls are repeated
+after a temporary failure; sbatch is not, unless the job was surely not taken.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FIX: Final = (
 )
 _PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
-"""Variables that say where Slurm is; all others would change what is asked."""
+"""Variables that say where Slurm is; all others would change the calls."""
 _PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 
 
@@ -69,13 +69,13 @@ class SlurmBackend(Backend):
     ) -> None:
         base = os.environ if env is None else env
         self.ignored = ignored_variables(base)
-        """Variables of sbatch that are set here and were not passed on."""
+        """Variables of sbatch that are set here and not passed on."""
         self._commands = commands or SystemCommands(
             slurm_environment(base), fix=dict.fromkeys(_PROGRAMS, _FIX)
         )
         self._patience = patience or SlurmPatience()
         self._elsewhere = bool(base.get("SLURM_CLUSTERS"))
-        """Jobs may go to several clusters, of which none is asked before."""
+        """Jobs may go to several clusters, which are not asked before."""
         self._sleep, self._mono, self._wall = sleep, mono, wall
         self._queries = SlurmQueries(self._commands, self._patience, sleep)
 
@@ -84,8 +84,8 @@ class SlurmBackend(Backend):
     ) -> list[Problem]:
         """Return why Slurm would take the script and never start it; see `Backend`.
 
-        HF680 to HF684. Where a plugin of the site may change what is submitted, an error counts
-        only if `sbatch --test-only`, which passes through it, fails too.
+        HF680 to HF684. Where a plugin of the site may change the submission, an error counts only
+        if `sbatch --test-only`, which passes through it, fails too.
         """
         job = None if self._elsewhere else admission.request_of(files.get(SCRIPT, ""), without)
         if job is None:
@@ -106,10 +106,10 @@ class SlurmBackend(Backend):
         return bool(answer.code) and not status_text.is_temporary(answer.complaint)
 
     def check(self, files: Mapping[str, str]) -> list[str]:
-        """Ask by `sbatch --test-only`: would Slurm take it, and when would it start?
+        """Ask `sbatch --test-only` whether Slurm would take it, and when it would start.
 
         Raises:
-            UserError: HF650 no sbatch here; HF652 Slurm would refuse it.
+            UserError: HF650 sbatch is missing; HF652 Slurm would refuse it.
             TemporaryError: the controller does not answer.
         """
         answer = self._act(["sbatch", "--test-only"], stdin=files[SCRIPT])
@@ -133,9 +133,9 @@ class SlurmBackend(Backend):
         """Submit RUN/job.sbatch; when this raises, no job of ours is in the queue.
 
         Raises:
-            UserError: HF650 no sbatch here; HF652 sbatch refused it, in its own words.
+            UserError: HF650 sbatch is missing; HF652 sbatch refused it, in its own words.
             TemporaryError: the controller does not answer.
-            PermanentError: sbatch answered something that is no job's id.
+            PermanentError: sbatch answered without a job's id.
         """
         assert SCRIPT in files, f"the bundle has no {SCRIPT}"
         script, before = run_dir / SCRIPT, self._wall()
@@ -162,7 +162,7 @@ class SlurmBackend(Backend):
         return job if found is None else dataclasses.replace(job, submit_time=found)
 
     def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
-        """Return the nodes, with what Slurm says against them."""
+        """Return the nodes, with Slurm's objections to them."""
         del files
         return queries.machines(self._commands)
 
@@ -184,7 +184,7 @@ class SlurmBackend(Backend):
         return dataclasses.replace(job, id=JobId(f"{job.id}_{index}"), run_dir=str(run_dir))
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
-        """Return where each of `jobs` stands; see `Backend.status`.
+        """Return the status of each job; see `Backend.status`.
 
         Raises:
             UserError: HF650 Slurm is not installed here.
@@ -199,10 +199,10 @@ class SlurmBackend(Backend):
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
-        """Send USR2 to all steps, so to the agents, and to the batch shell; False: it does not run.
+        """Send USR2 to all steps, thus the agents, and to the batch shell; False: it does not run.
 
-        To the steps, for the batch shell may be gone with its host; to the shell, as the end of its
-        time does, for it may not have started them yet. Only to a job that runs: scancel tries for
+        To the steps, for the batch shell may be lost with its host; to the shell, as at the end of
+        its time, for it may not have started them yet. Only to a running job: scancel tries for
         minutes to signal one that waits.
         """
         if self.status([job])[job].state is not JobState.RUNNING:
@@ -221,13 +221,13 @@ class SlurmBackend(Backend):
         return answer.code == 0
 
     def cancel(self, job: JobRef) -> None:
-        """End the job by scancel; one that has ended already is no error."""
+        """End the job by scancel, if it has not ended already."""
         answer = self._act(["scancel", *on_cluster(job.cluster), job.id])
         if answer.code and not status_text.had_ended(answer.err):
             raise failure(answer)
 
     def output_files(self, job: JobRef) -> list[Path]:
-        """Return the logs of the batch script: one for each submission, its requeues included."""
+        """Return the logs of the batch script, one for each submission or requeue."""
         run_dir, task = Path(job.run_dir), job.id.partition("_")[2]
         logs = run_dir.parent / "logs" if task else run_dir / "logs"
         found = logs.glob(f"slurm-*_{task}.out" if task else "slurm-*.out")
@@ -252,7 +252,7 @@ class SlurmBackend(Backend):
         return {key: value for key, value in shown.items() if value}
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
-        """Return when it was queued, started and ended, as sacct and scontrol keep it."""
+        """Return when it was queued, started and ended, by sacct and scontrol."""
         rows = self._queries.accounts(job)
         now = parse.of_scontrol(self._queries.fields(job))
         if now is not None and not any(row.submit == now.submit for row in rows):
@@ -261,7 +261,7 @@ class SlurmBackend(Backend):
         return sorted(dict.fromkeys(found), key=lambda event: event.t_unix)
 
     def _act(self, argv: list[str], *, stdin: str = "") -> CommandResult:
-        """Run something that may be done twice; temporary failures are tried again."""
+        """Run an idempotent command, again after temporary failures."""
 
         def act() -> CommandResult:
             answer = self._commands.run(argv, timeout_s=self._patience.act_s, stdin=stdin)
@@ -272,7 +272,7 @@ class SlurmBackend(Backend):
         return retried(act, for_s=self._patience.retry_act_s, sleep=self._sleep)
 
     def _sbatch(self, argv: Sequence[str]) -> CommandResult:
-        """Run sbatch once. What surely was not taken may be tried again; the rest is unsure."""
+        """Run sbatch once. A job that surely was not taken may be retried; else it is unsure."""
         try:
             answer = self._commands.run(
                 ["sbatch", "--parsable", *argv], timeout_s=self._patience.act_s
@@ -302,7 +302,7 @@ class SlurmBackend(Backend):
         return JobRef(id=JobId(job.id), submit_time=job.submit, run_dir=str(run_dir))
 
     def _refused(self, answer: CommandResult) -> UserError | PlatformError:
-        """Return the error for what sbatch will not take, in its own words."""
+        """Return the error for sbatch's refusal, in its own words."""
         said = flat(answer.complaint) or f"exit code {answer.code}"
         if status_text.is_not_configured(said):
             return failure(answer)
@@ -315,14 +315,14 @@ class SlurmBackend(Backend):
 
 
 class _UnsureError(PermanentError):
-    """Sbatch broke off: the controller may have taken the job. Never tried again blindly."""
+    """Sbatch broke off: the controller may have taken the job. Never retried blindly."""
 
 
 def outside_jobs(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without Slurm's variables.
 
-    They override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and those of a job that
-    this runs in would leak into another one.
+    They override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and the variables of a job
+    around this process would leak into another one.
     """
     return {
         name: value
@@ -332,17 +332,17 @@ def outside_jobs(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of our queries: times come as Unix seconds, messages in English."""
+    """Return the environment of our queries: times in Unix seconds, messages in English."""
     return {**outside_jobs(env), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
 
 
 def ignored_variables(env: Mapping[str, str]) -> list[str]:
-    """Return sbatch's variables in `env`: the job file says what is submitted, so they are not."""
+    """Return sbatch's variables in `env`, which do not count: the job file does."""
     return sorted(name for name in env if name.startswith("SBATCH_"))
 
 
 def _status(found: SlurmJob, job: JobRef) -> JobStatus:
-    """Return the answer about a job, with the nodes that it was given and has lost."""
+    """Return the status of a job, with the nodes that it has lost."""
     status = status_text.status_of(found)
     if status.state is not JobState.RUNNING or not status.nodes:
         return status
@@ -356,7 +356,7 @@ def _status(found: SlurmJob, job: JobRef) -> JobStatus:
 
 
 def _unknown(away: str, job: JobRef) -> JobStatus:
-    """Return the answer about a job that nothing is known about."""
+    """Return the status of a job that Slurm does not know."""
     if not away and stop_request.asked(Path(job.run_dir)):
         # Slurm keeps no trace at all of a task that is cancelled while it waits with others.
         text = "it was cancelled, and Slurm knows nothing of it (any more)"
@@ -371,7 +371,7 @@ def _unknown(away: str, job: JobRef) -> JobStatus:
 
 
 def _readable(key: str, value: str) -> str:
-    """Return a field of scontrol; its times, of which we have asked for seconds, are local ones."""
+    """Return a field of scontrol, with Unix seconds as local time."""
     t_unix = parse.parse_time(value) if key.endswith(("Time", "Eval")) else None
     return value if t_unix is None else _local(t_unix)
 

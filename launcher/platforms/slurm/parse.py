@@ -1,9 +1,7 @@
-"""What squeue, scontrol, sacct and sbatch print -> values. Pure.
+"""The output of squeue, scontrol, sacct and sbatch -> values. Pure.
 
-Garbage gives nothing, never an error.
-
-The columns asked for exist from Slurm 20.11 on. JSON is not used: squeue and sacct
-have had it since 21.08 only, in a form that changes with the version.
+Garbage gives nothing, never an error. The columns exist from Slurm 20.11 on. JSON is not used:
+squeue and sacct have had it only since 21.08, in a form that changes with the version.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ SQUEUE_COLUMNS: Final = (
     *("JobID", "JobIDRaw", "State", "Reason", "Submit", "Start", "End"),
     *("NodeList", "BatchHost", "JobName", "Command"),
 )
-"""What SQUEUE_FORMAT asks for, in sacct's and scontrol's names.
+"""Columns of SQUEUE_FORMAT, in sacct's and scontrol's names.
 
-The nodes are those that the job still has: one that went down is left out, were it the batch host.
+Nodes that went down, be it the batch host, are left out.
 """
 SINFO_FORMAT: Final = SEPARATOR.join(("%R", "%N", "%c", "%m", "%G", "%f"))
 """Partition, nodes, and of each node CPUs, memory in MiB, GRES, features."""
@@ -35,10 +33,10 @@ SACCT_COLUMNS: Final = (
     *("NodeList", "JobName", "WorkDir"),
 )
 COMPLETION_COLUMNS: Final = ("JobID", "JobName", "State", "NodeList", "End")
-"""What `sacct -c` has from every plugin of job completion."""
+"""Columns of `sacct -c` with every plugin of job completion."""
 
 MAX_NODES: Final = 100_000
-"""A node list that says more than this is no node list."""
+"""Longer lists are not node lists."""
 
 _ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _SBATCH_ID = re.compile(r"([0-9]+)(?:;([\w.-]+))?")
@@ -82,14 +80,13 @@ def parse_squeue(text: str) -> list[SlurmJob]:
 def parse_sacct(text: str) -> list[SlurmJob]:
     """Read `sacct --parsable2 --noheader --delimiter=SEPARATOR --format=SACCT_COLUMNS`.
 
-    With --duplicates a job that was put back has a row for each time; the newest by its time of
-    submission is last.
+    With --duplicates a requeued job has several rows; the newest by its time of submission is last.
     """
     return sorted(_jobs(text, SACCT_COLUMNS, "sacct"), key=lambda job: job.submit or 0.0)
 
 
 def parse_completion(text: str) -> list[SlurmJob]:
-    """Read `sacct --completion` with COMPLETION_COLUMNS: what a site without accounting has."""
+    """Read `sacct --completion` with COMPLETION_COLUMNS, for a site without accounting."""
     return sorted(_jobs(text, COMPLETION_COLUMNS, "sacct -c"), key=lambda job: job.end or 0.0)
 
 
@@ -101,6 +98,7 @@ def _jobs(text: str, columns: Sequence[str], source: str) -> list[SlurmJob]:
 
 def _job(row: Mapping[str, str], source: str) -> SlurmJob:
     code, number = parse_exit(row.get("ExitCode", ""))
+    script = row.get("Command", "")
     return SlurmJob(
         id=row["JobID"],
         raw_id=row.get("JobIDRaw") or row["JobID"],
@@ -114,7 +112,7 @@ def _job(row: Mapping[str, str], source: str) -> SlurmJob:
         nodes=_known(row.get("NodeList", "")),
         batch_host=_known(row.get("BatchHost", "")),
         name=row.get("JobName"),
-        script=_path(row.get("Command", "")),
+        script=script if script.startswith("/") else None,
         source=source,
     )
 
@@ -125,10 +123,10 @@ def parse_scontrol(text: str) -> list[dict[str, str]]:
 
 
 def records(text: str) -> list[dict[str, str]]:
-    """Read what `scontrol --oneliner show` says: one mapping of fields for each line.
+    """Read `scontrol --oneliner show`: one mapping of fields for each line.
 
-    Values may hold blanks; a key begins with a capital after a blank. Of a key that is there
-    twice the first counts.
+    Values may hold blanks; a key begins with a capital after a blank. Of a repeated key the first
+    counts.
     """
     listed = []
     for line in text.splitlines():
@@ -143,7 +141,7 @@ def records(text: str) -> list[dict[str, str]]:
 
 
 def settings(text: str) -> dict[str, str]:
-    """Read `scontrol show config`: name -> value, empty where there is none."""
+    """Read `scontrol show config`: name -> value, which may be empty."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {name.strip(): _known(value) for name, equals, value in pairs if equals}
 
@@ -178,7 +176,7 @@ def parse_sinfo(text: str) -> list[NodeGroup]:
 
 
 def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:
-    """Return the job that a mapping of `parse_scontrol` is about; None: it is about none."""
+    """Return the job of a mapping of `parse_scontrol`, if it is one."""
     raw = fields.get("JobId", "")
     if not raw.isdigit():
         return None
@@ -193,9 +191,9 @@ def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:
 
 
 def parse_submitted(text: str) -> tuple[str, str] | None:
-    """Read `sbatch --parsable`: the job's id, and its cluster or nothing; None: it is neither.
+    """Read `sbatch --parsable`: the job's id and its cluster, which may be empty.
 
-    Sites' submit plugins may print lines of their own before it.
+    Sites' submit plugins may print lines before it. None: garbage.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     match = _SBATCH_ID.fullmatch(lines[-1]) if lines else None
@@ -209,7 +207,7 @@ def parse_test_only(text: str) -> tuple[float | None, str] | None:
 
 
 def excluded(script: str, more: Sequence[str]) -> str:
-    """Return a value of --exclude for the nodes that a script of ours leaves out and `more`.
+    """Return the value of --exclude for a script's excluded nodes and `more`.
 
     An option of sbatch's command line replaces that of the script.
     """
@@ -220,8 +218,8 @@ def excluded(script: str, more: Sequence[str]) -> str:
 def parse_time(text: str) -> float | None:
     """Return Unix seconds of a time as Slurm prints it; None for N/A, Unknown and garbage.
 
-    We ask for seconds (SLURM_TIME_FORMAT=%s). Programs of ours that do not pass it on, as
-    wrappers may, give local time in Slurm's standard form.
+    We ask for seconds (SLURM_TIME_FORMAT=%s). Wrappers that do not pass it on give local time in
+    Slurm's standard form.
     """
     text = text.strip()
     if text.isascii() and text.isdigit():
@@ -236,7 +234,7 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_exit(text: str) -> tuple[int | None, int | None]:
-    """Read `91:0`: exit code, and number of the signal or None where there was none."""
+    """Read `91:0`: exit code, and number of the signal or None."""
     match = _EXIT.fullmatch(text.strip())
     if match is None or len(match[1]) > 9 or len(match[2]) > 9:
         return None, None
@@ -244,9 +242,9 @@ def parse_exit(text: str) -> tuple[int | None, int | None]:
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Return the names that a node list as `n[1-3,07],gpu[0-1]-ib` means, in its order.
+    """Return the names that a node list such as `n[1-3,07],gpu[0-1]-ib` means, in its order.
 
-    What is no node list, or has over MAX_NODES, comes back as it is.
+    Other texts, and lists of over MAX_NODES, come back unchanged.
     """
     names: list[str] = []
     try:
@@ -258,7 +256,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def _top_level(text: str) -> Iterator[str]:
-    """Yield the parts between the commas that are in no bracket."""
+    """Yield the parts between commas outside brackets."""
     depth, start = 0, 0
     for index, char in enumerate(text):
         depth += (char == "[") - (char == "]")
@@ -285,7 +283,7 @@ def _expand(part: str, most: int) -> list[str]:
 
 
 def _numbers(text: str, most: int) -> Iterator[str]:
-    """Yield the texts of `1-3,007-009`, zeros in front kept."""
+    """Yield the texts of `1-3,007-009`, with their leading zeros."""
     for item in text.split(","):
         low, dash, high = item.partition("-")
         if not (low.isascii() and low.isdigit()) or (dash and not high.isdigit()):
@@ -300,7 +298,7 @@ def _numbers(text: str, most: int) -> Iterator[str]:
 
 
 def _rows(text: str, *, num_columns: int) -> Iterator[Sequence[str]]:
-    """Yield the lines that have all columns; a line break in a value spoils its own line only."""
+    """Yield the lines with all columns; a line break in a value spoils its own line only."""
     for line in text.split("\n"):
         fields = [field.strip() for field in line.split(SEPARATOR)]
         if len(fields) == num_columns:
@@ -314,21 +312,13 @@ def _state(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return a reason; None and the like say nothing."""
     text = text.strip().removeprefix("(").removesuffix(")")
     return "" if text in ("None", "N/A", "null") else text
 
 
 def _known(text: str) -> str:
-    return (
-        ""
-        if text.strip() in ("", "(null)", "None assigned", "Unknown", "N/A", "n/a")
-        else text.strip()
-    )
-
-
-def _path(text: str) -> str | None:
-    return text if text.startswith("/") else None
+    text = text.strip()
+    return "" if text in ("(null)", "None assigned", "Unknown", "N/A", "n/a") else text
 
 
 def by_id(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:

@@ -1,7 +1,7 @@
 """Questions to Slurm: about jobs, each asked once for all of them, and about its nodes.
 
 A job's state comes from squeue, then scontrol (exit codes of jobs that have just ended), then
-sacct, then `sacct -c`: whichever is there.
+sacct, then `sacct -c`: whichever works.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SlurmPatience:
     act_s: float = 60.0
     """One sbatch or scancel; a busy controller takes its time."""
     retry_query_s: float = 15.0
-    """No query is tried again after this."""
+    """Queries are not repeated after this."""
     retry_act_s: float = 60.0
-    """No sbatch or scancel is tried again after this."""
+    """An sbatch or scancel is not repeated after this."""
     adopt_s: float = 30.0
-    """A job whose sbatch broke off is looked for in the queue this long."""
+    """Search of the queue for a job whose sbatch broke off."""
     glance_s: float = 5.0
     """One question whose answer a submission does without."""
 
@@ -53,7 +53,7 @@ class SlurmQueries:
         self._commands, self._patience, self._sleep = commands, patience, sleep
 
     def jobs(self, jobs: Sequence[JobRef], cluster: str = "") -> tuple[dict[JobRef, SlurmJob], str]:
-        """Return what is known of `jobs`, and what kept Slurm from telling more (or nothing).
+        """Return the known ones of `jobs`, and what kept Slurm from telling more, if anything.
 
         Raises:
             UserError: HF650 Slurm is not installed here.
@@ -78,7 +78,7 @@ class SlurmQueries:
         return known, "; ".join(dict.fromkeys(str(trouble) for trouble in troubles))
 
     def fields(self, job: JobRef) -> dict[str, str]:
-        """Return what `scontrol show job` says about `job`; empty: nothing."""
+        """Return the fields of `scontrol show job` about `job`, if any."""
         argv = ["scontrol", "--oneliner", *on_cluster(job.cluster), "show", "job", job.id]
         answer = self._query(argv, [])
         for fields in [] if answer is None else parse.parse_scontrol(answer.out):
@@ -88,7 +88,7 @@ class SlurmQueries:
         return {}
 
     def accounts(self, job: JobRef) -> list[SlurmJob]:
-        """Return what accounting has about `job`: a row for each time it was queued."""
+        """Return accounting's rows of `job`, one for each time it was queued."""
         rows = self._sacct([job], job.cluster, [])
         return status_text.mine(parse.by_id(rows).get(job.id, []), job)
 
@@ -100,15 +100,15 @@ class SlurmQueries:
         return next((job for job in reversed(found) if job.script == script), None)
 
     def partitions(self) -> list[str]:
-        """Return the names of the partitions; empty where sinfo cannot say."""
+        """Return the names of the partitions, if sinfo says them."""
         answer = self._query(["sinfo", "--noheader", "--format=%R"], [])
         names = [] if answer is None else answer.out.split()
         return names if all(name.isprintable() for name in names) else []
 
     def cluster(self, job: admission.BatchRequest) -> admission.SlurmCluster:
-        """Return what Slurm says of itself that concerns `job`, within two or three glances.
+        """Return Slurm's facts that concern `job`, within two or three glances.
 
-        What it does not say at once is left out; nothing is raised.
+        Facts that it does not say at once are left out; nothing is raised.
         """
         with ThreadPoolExecutor() as pool:
             config, partitions, nodes = pool.map(
@@ -149,14 +149,14 @@ class SlurmQueries:
         )
 
     def _accounting(self, what: list[str]) -> list[dict[str, str]] | None:
-        """Return rows of the accounts; None: they are not to be had, or nothing is asked."""
+        """Return rows of the accounts; None: not available, or `what` is empty."""
         columns = admission.QOS_COLUMNS if what == ["qos"] else admission.ASSOCIATION_COLUMNS
         argv = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", *what]
         said = self._glance([*argv, f"format={','.join(columns)}"]) if what else None
         return None if said is None else admission.table(said, columns)
 
     def _glance(self, argv: list[str]) -> str | None:
-        """Return what a command says; None: not at once, or it fails."""
+        """Return the output of a command; None: not at once, or it fails."""
         try:
             answer = self._commands.run(argv, timeout_s=self._patience.glance_s)
         except (UserError, PlatformError):
@@ -186,7 +186,7 @@ class SlurmQueries:
     def _sacct(
         self, jobs: Sequence[JobRef], cluster: str, troubles: list[PlatformError]
     ) -> list[SlurmJob]:
-        """Return what accounting knows, else what the record of completed jobs does."""
+        """Return accounting's jobs, else those of the record of completed jobs."""
         if not jobs:
             return []
         times = [job.submit_time for job in jobs if job.submit_time is not None]
@@ -211,10 +211,10 @@ class SlurmQueries:
     def _query(self, argv: list[str], troubles: list[PlatformError]) -> CommandResult | None:
         """Run a query, again after temporary failures; None: it failed, and `troubles` has why.
 
-        That it knows no such job is an answer: an empty one.
+        An unknown job is an answer: an empty one.
 
         Raises:
-            UserError: HF650 there is no such program, and it is squeue.
+            UserError: HF650 squeue is missing; sites do without the other programs.
         """
         try:
             return retried(
@@ -225,7 +225,7 @@ class SlurmQueries:
         except UserError:
             if argv[0] == "squeue":
                 raise
-        return None  # sites do without sacct
+        return None
 
     def _asked(self, argv: list[str]) -> CommandResult:
         answer = self._commands.run(argv, timeout_s=self._patience.query_s)
@@ -235,7 +235,7 @@ class SlurmQueries:
 
 
 def _user_name() -> str:
-    """Return the user's name, as accounts have it; empty: this machine knows none."""
+    """Return the user's name in accounts; empty: this machine does not know it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -254,7 +254,7 @@ def failure(answer: CommandResult) -> PlatformError:
 
 
 def flat(text: str) -> str:
-    """Return a complaint on one line, without the names of programs at the lines' beginnings."""
+    """Return a complaint on one line, without programs' names at the lines' beginnings."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     bare = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines]
     return "; ".join(dict.fromkeys(bare))
@@ -285,7 +285,7 @@ def on_cluster(cluster: str) -> list[str]:
 
 TIMEOUT_S: Final = 60.0
 _CLOSED: Final = ("DRAIN", "DOWN", "FAIL", "REBOOT", "MAINT", "POWERED_DOWN", "NOT_RESPONDING")
-"""Parts of a state in which no job is started there (scontrol's manual, State)."""
+"""Parts of states in which no job starts there (scontrol's manual, State)."""
 
 _USED: Final = re.compile("ALLOC|MIX|COMPLETING")
 
@@ -320,10 +320,10 @@ def _closed(state: str, reason: str) -> str:
 
 
 def machines(commands: Commands) -> list[Machine]:
-    """Return the nodes that Slurm has.
+    """Return Slurm's nodes.
 
     Raises:
-        UserError: HF650 there is no scontrol.
+        UserError: HF650 scontrol is missing.
         PlatformError: the controller is away.
     """
     nodes = _answer(commands, ["scontrol", "--all", "--oneliner", "show", "node"])
@@ -333,10 +333,10 @@ def machines(commands: Commands) -> list[Machine]:
 
 
 def draining(commands: Commands, names: Sequence[str]) -> dict[str, str]:
-    """Return which of these nodes Slurm drains, with its reason; those that are down are not.
+    """Return the nodes that Slurm drains, with its reason; not those that are down.
 
     Raises:
-        UserError: HF650 there is no scontrol.
+        UserError: HF650 scontrol is missing.
         PlatformError: the controller is away.
     """
     said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
@@ -351,7 +351,7 @@ def drain(commands: Commands, names: Sequence[str], reason: str) -> None:
     """Drain nodes: Slurm starts nothing there any more.
 
     Raises:
-        UserError: HF693 Slurm refuses, as to who is no operator.
+        UserError: HF693 Slurm refuses: the user is not an operator.
         TemporaryError: the controller is away.
     """
     argv = ["scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN", f"Reason={reason}"]
@@ -362,10 +362,10 @@ def drain(commands: Commands, names: Sequence[str], reason: str) -> None:
 
 
 def in_use(commands: Commands, names: Sequence[str]) -> dict[str, str]:
-    """Return those of the nodes that Slurm has given to jobs, and how it calls that.
+    """Return the nodes that Slurm has given to jobs, with their states.
 
     Raises:
-        UserError: HF650 there is no scontrol.
+        UserError: HF650 scontrol is missing.
         PlatformError: the controller is away.
     """
     said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])

@@ -16,35 +16,21 @@ SCRIPT: Final = "job.sbatch"
 SAME_S: Final = 1.0
 """Times of submission this near are the same."""
 CLOCK_SLACK_S: Final = 600.0
-"""The most between the launcher's clock and the controller's."""
+"""Largest difference between the launcher's clock and the controller's."""
 
 _STATES: Final[dict[str, JobState]] = {
-    "PENDING": JobState.PENDING,
-    "CONFIGURING": JobState.PENDING,
-    "REQUEUED": JobState.PENDING,
-    "REQUEUE_FED": JobState.PENDING,
-    "REQUEUE_HOLD": JobState.PENDING,
-    "SPECIAL_EXIT": JobState.PENDING,
-    "RESV_DEL_HOLD": JobState.PENDING,
-    "RUNNING": JobState.RUNNING,
-    "COMPLETING": JobState.RUNNING,
-    "RESIZING": JobState.RUNNING,
-    "SIGNALING": JobState.RUNNING,
-    "STAGE_OUT": JobState.RUNNING,
-    "STOPPED": JobState.RUNNING,
-    "SUSPENDED": JobState.RUNNING,
-    "COMPLETED": JobState.DONE,
-    "CANCELLED": JobState.CANCELLED,
-    "FAILED": JobState.FAILED,
-    "BOOT_FAIL": JobState.FAILED,
-    "DEADLINE": JobState.FAILED,
-    "LAUNCH_FAILED": JobState.FAILED,
-    "NODE_FAIL": JobState.FAILED,
-    "OUT_OF_MEMORY": JobState.FAILED,
-    "PREEMPTED": JobState.FAILED,
-    "RECONFIG_FAIL": JobState.FAILED,
-    "TIMEOUT": JobState.FAILED,
-    "REVOKED": JobState.UNKNOWN,
+    word: state
+    for state, words in {
+        JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT "
+        "RESV_DEL_HOLD",
+        JobState.RUNNING: "RUNNING COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED SUSPENDED",
+        JobState.DONE: "COMPLETED",
+        JobState.CANCELLED: "CANCELLED",
+        JobState.FAILED: "FAILED BOOT_FAIL DEADLINE LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+        "PREEMPTED RECONFIG_FAIL TIMEOUT",
+        JobState.UNKNOWN: "REVOKED",
+    }.items()
+    for word in words.split()
 }
 """Slurm's words (squeue(1), JOB STATE CODES). COMPLETING may still become PENDING by a requeue."""
 
@@ -163,7 +149,7 @@ _REFUSALS: Final = (
         "this version of sbatch does not have it; leave it out",
     ),
 )
-"""What a complaint of sbatch matches, the key of the job file that it is about, and a fix."""
+"""Pattern of sbatch's complaint, key of the job file, fix."""
 
 _TEMPORARY = re.compile(
     r"unable to contact slurm controller|socket timed out|connection refused|zero bytes were"
@@ -173,14 +159,14 @@ _TEMPORARY = re.compile(
     r"|unable to connect to database|database is (down|busy)|slurm_persist_conn_open",
     re.IGNORECASE,
 )
-"""Complaints that another try may spare: the controller or slurmdbd restarts, or is busy."""
+"""Complaints of a controller or slurmdbd that restarts or is busy."""
 
 _NOT_SENT = re.compile(
     r"unable to contact slurm controller|connection refused|backup controller in standby"
     r"|no route to host|network is unreachable",
     re.IGNORECASE,
 )
-"""Those after which a job was surely not submitted."""
+"""Complaints after which a job was surely not submitted."""
 
 _NOT_CONFIGURED = re.compile(
     r"establish a configuration source|DNS SRV lookup failed|failed to fetch config"
@@ -192,32 +178,32 @@ _ENDED_ALREADY = re.compile(r"already completing or completed|invalid job id", r
 
 
 def is_temporary(complaint: str) -> bool:
-    """Whether the same call may succeed later."""
+    """Return whether the same call may succeed later."""
     return bool(_TEMPORARY.search(complaint))
 
 
 def was_not_sent(complaint: str) -> bool:
-    """Whether a temporary failure of sbatch came before the job could have been taken."""
+    """Return whether a temporary failure of sbatch came before the job could have been taken."""
     return bool(_NOT_SENT.search(complaint)) and "timed out" not in complaint.lower()
 
 
 def is_not_configured(complaint: str) -> bool:
-    """Whether Slurm's programs are here but know of no cluster."""
+    """Return whether Slurm's programs are here but know no cluster."""
     return bool(_NOT_CONFIGURED.search(complaint))
 
 
 def knows_no_such_job(complaint: str) -> bool:
-    """Whether the complaint is only that there is no job of this id."""
+    """Return whether the complaint is only that the job's id is unknown."""
     return bool(_NO_SUCH_JOB.search(complaint))
 
 
 def had_ended(complaint: str) -> bool:
-    """Whether scancel came too late."""
+    """Return whether scancel came too late."""
     return bool(_ENDED_ALREADY.search(complaint))
 
 
 def refusal(complaint: str) -> tuple[str, str]:
-    """Return the key of the job file that sbatch complains about, or nothing, and a fix."""
+    """Return the key of the job file that sbatch complains about, if any, and a fix."""
     for pattern, key, fix in _REFUSALS:
         if re.search(pattern, complaint, re.IGNORECASE):
             return key, fix
@@ -225,7 +211,7 @@ def refusal(complaint: str) -> tuple[str, str]:
 
 
 def reason_text(reason: str, job_id: str = "") -> str:
-    """Return a pending reason for people; one that is not known stays as it is."""
+    """Return a pending reason for people; an unknown one is unchanged."""
     bare = reason.split(",", maxsplit=1)[0].strip()
     words = _REASONS.get(reason) or _REASONS.get(bare)
     if words is None and _LIMIT.search(bare):
@@ -237,7 +223,7 @@ def reason_text(reason: str, job_id: str = "") -> str:
 
 
 def status_of(job: SlurmJob) -> JobStatus:
-    """Return what `job` comes to."""
+    """Return the status of `job`."""
     state = _STATES.get(job.state, JobState.UNKNOWN)
     over = state.is_final
     # Slurm writes 0 for what ended without a word of its own: a lost node, the time limit.
@@ -264,10 +250,10 @@ def status_of(job: SlurmJob) -> JobStatus:
 
 
 def same_job(job: SlurmJob, ref: JobRef) -> bool:
-    """Whether Slurm's `job` is the one that was submitted, and not a later one of the same number.
+    """Return whether Slurm's `job` is the submitted one, not a later one of the same number.
 
     The same time of submission is proof. A requeue changes it, but not the path of the batch
-    script. Where that is not known, it must not be older than ours.
+    script. Without a path, the job must not be older than ours.
     """
     if ref.id not in (job.id, job.raw_id):
         return False
@@ -284,7 +270,7 @@ def same_job(job: SlurmJob, ref: JobRef) -> bool:
 
 
 def mine(jobs: Sequence[SlurmJob], ref: JobRef) -> list[SlurmJob]:
-    """Return those of `jobs` that are `ref`, in their order.
+    """Return the jobs that are `ref`, in their order.
 
     Rows without a script count if they have the name of the row with our time of submission: a
     requeue keeps the name.
@@ -300,13 +286,13 @@ def mine(jobs: Sequence[SlurmJob], ref: JobRef) -> list[SlurmJob]:
 
 
 def choose(jobs: Sequence[SlurmJob], ref: JobRef) -> SlurmJob | None:
-    """Return the newest of `jobs` that is `ref`; None: none is."""
+    """Return the newest of `jobs` that is `ref`, if any."""
     found = mine(jobs, ref)
     return found[-1] if found else None
 
 
 def _scripts(ref: JobRef) -> tuple[str, str]:
-    """Return where the script of `ref` may be: a task's is in the folder of its array."""
+    """Return the possible paths of `ref`'s script: a task's is in the folder of its array."""
     folder = PurePosixPath(ref.run_dir)
     return str(folder / SCRIPT), str(folder.parent / SCRIPT)
 
@@ -318,7 +304,6 @@ def _reason(job: SlurmJob) -> str:
 
 
 def _text(job: SlurmJob, state: JobState, code: int | None) -> str:
-    """Return what to tell people about it."""
     known = _STATE_TEXT.get(job.state, "").replace("{id}", job.id)
     if state is JobState.PENDING and not known:
         return reason_text(job.reason, job.id)

@@ -520,7 +520,7 @@ def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
     run = Run(tmp_path, at=lambda point: gate.wait(20) and None)
     run.step()
     assert run.save(1, wait=False)
-    thread = run.manager._saver._pending.thread
+    thread = run.manager._pending.thread
     started = time.monotonic()
     run.manager.close()
     assert time.monotonic() - started < 5

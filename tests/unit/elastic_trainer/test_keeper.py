@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def test_a_writer_that_dies_midway_leaves_nothing_that_counts(
     with dial(keeper) as link:
         put(link, tmp_path / "image")
         assert len(link.held()) == 1
-        link._channel.send({"op": "put", "header": header.to_dict(), "slot": 0, "times": 1})
+        link._channel.send({"op": "put", "header": asdict(header), "slot": 0, "times": 1})
         link._sock.sendall(b"x" * 100)
     deadline = time.monotonic() + 10
     with dial(keeper) as link:

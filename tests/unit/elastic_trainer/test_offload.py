@@ -76,7 +76,9 @@ def trained(directory, monkeypatch, *, copies_first, waits=True):
     header = image.verify(KEY)
     (part,) = image.index(header)
     at = header.payload_at + part.at
-    found = torch.frombuffer(image.map, dtype=torch.float32, count=part.numel, offset=at).clone()
+    found = torch.frombuffer(
+        image.map, dtype=torch.float32, count=part.num_bytes // 4, offset=at
+    ).clone()
     image.close()
     assert len(device.pinned) == 1
     tier.close()

@@ -95,7 +95,7 @@ def test_a_node_comes_back_under_its_name_and_address(cluster):
     cluster.start()
     up(cluster)
     cluster.kill_node("node0")
-    cluster.return_node("node0")
+    cluster.start_node("node0")
     assert cluster.alive() == ["node0", "node1"]
     assert cluster.longest_dead() is None
     assert cluster.nodes["node0"].starts == 2
@@ -116,10 +116,10 @@ def test_kill_worker_strikes_one_process_and_only_ours(cluster):
     cluster.start()
     pids = up(cluster)
     worker = max(pids)
-    cluster.kill_worker(worker)
+    cluster.signal_worker(signal.SIGKILL, worker)
     eventually(lambda: alive(pids) == pids - {worker})
     with pytest.raises(PermanentError, match="not a live worker"):
-        cluster.kill_worker(os.getpid())
+        cluster.signal_worker(signal.SIGKILL, os.getpid())
 
 
 def test_a_killed_agent_leaves_the_rest_to_the_kernel(cluster):
@@ -170,7 +170,7 @@ time.sleep(600)
 def test_a_paused_worker_stays_and_stops(cluster):
     cluster.start()
     pids = up(cluster)
-    cluster.pause_worker(max(pids))
+    cluster.signal_worker(signal.SIGSTOP, max(pids))
     eventually(lambda: {row.state for row in process_table() if row.pid == max(pids)} == {"T"})
     assert alive(pids) == pids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 
 import pytest
 from synthetic_record import Stream, config_of
@@ -50,7 +51,7 @@ class Cluster:
         self.nodes[name].alive = False
         self.dead.append(name)
 
-    def return_node(self, name):
+    def start_node(self, name):
         self.calls.append(("return", name))
         self.nodes[name].alive = True
         self.dead.remove(name)
@@ -66,11 +67,8 @@ class Cluster:
     def kill_zygote(self, name):
         self.calls.append(("zygote", name))
 
-    def kill_worker(self, pid):
-        self.calls.append(("worker", pid))
-
-    def pause_worker(self, pid):
-        self.calls.append(("pause worker", pid))
+    def signal_worker(self, number, pid):
+        self.calls.append((number, pid))
 
     def pause_node(self, name):
         self.calls.append(("pause", name))
@@ -192,7 +190,7 @@ def test_kill_worker_finds_the_pid_of_this_epoch(tmp_path):
         [form(*NODES), started(1, 11), steps(4), form(*NODES), started(2, 22), steps(6)],
     )
     story.run.run()
-    assert ("worker", 22) in story.cluster.calls
+    assert (signal.SIGKILL, 22) in story.cluster.calls
 
 
 def test_a_parked_job_gets_its_node_back_at_once(tmp_path):
