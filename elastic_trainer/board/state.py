@@ -10,11 +10,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.lineage import Lineage
-from elastic_trainer.storage.typed import check_types, parse_json
+from elastic_trainer.storage.typed import build, parse_json
 
 BOARD_VERSION = 1
 
@@ -168,26 +168,11 @@ class BoardState:
         if not isinstance(value, dict) or value.get("version") != BOARD_VERSION:
             found = value.get("version") if isinstance(value, dict) else value
             raise ValueError(f"board version {found!r:.40}, this holdfast reads {BOARD_VERSION}")
-        try:
-            state = cls(
-                epoch=value["epoch"],
-                lease=Lease(**value["lease"]) if value["lease"] else None,
-                commits=tuple(Commit(**commit) for commit in value["commits"]),
-                finished=value["finished"],
-                ended=Ended(**value["ended"]) if value["ended"] else None,
-                numbers=AnomalyRecord.from_dict(value.get("numbers", {})),
-                lineage=Lineage.from_list(value.get("lineage", [])),
-                trainings=tuple(map(_training, value.get("trainings", []))),
-                sizes=Sizes(**{key: tuple(v) for key, v in value.get("sizes", {}).items()}),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error
-        check_types(state)
-        return state
-
-
-def _training(raw: dict[str, Any]) -> Training:
-    return Training(**{**raw, "final": Commit(**raw["final"]) if raw["final"] else None})
+        if lacking := {"epoch", "lease", "commits", "finished", "ended"} - value.keys():
+            raise ValueError(f"not a board: {raw[:80]!r} lacks {', '.join(sorted(lacking))}")
+        known = {spec.name for spec in dataclasses.fields(cls)}
+        fields = {name: part for name, part in value.items() if name in known}
+        return build(cls, {**fields, "lineage": {"origins": value.get("lineage", [])}})
 
 
 def after_damage(content: bytes | None, lost: int) -> bytes:

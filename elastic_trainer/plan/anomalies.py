@@ -128,14 +128,6 @@ class AnomalyRecord:
             "voids": [[void.epoch, void.step] for void in self.voids],
         }
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> AnomalyRecord:
-        """Invert `to_dict`."""
-        return cls(
-            tuple(Skip(*pair) for pair in raw.get("skips", ())),
-            tuple(Void(*pair) for pair in raw.get("voids", ())),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:

@@ -7,7 +7,7 @@ whole and of the run; only those on the newest epoch's own line count.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 MAX_ORIGINS: Final = 128
 """As many are kept; of states from before them, all up to where the oldest began count."""
@@ -52,8 +52,3 @@ class Lineage:
     def to_list(self) -> list[list[int]]:
         """Return it as plain values, for the board."""
         return [[one.epoch, one.parent, one.step] for one in self.origins]
-
-    @classmethod
-    def from_list(cls, raw: list[Any]) -> Lineage:
-        """Invert `to_list`."""
-        return cls(tuple(Origin(*row) for row in raw))

@@ -16,7 +16,7 @@ from elastic_trainer.board.state import BoardState, Commit, Training
 from elastic_trainer.plan.models import ModelShape, raw_of, shape_of
 from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.errors import FencedError
-from elastic_trainer.storage.typed import check_types, parse_json
+from elastic_trainer.storage.typed import build, parse_json
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -74,13 +74,11 @@ class Manifest:
                 f"{MANIFEST_VERSION}: use the version that wrote it"
             )
         try:
-            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
             model = shape_of(value["model"]) if value.get("model") else None
-            manifest = cls(**{**value, "files": files, "model": model})
-        except (TypeError, KeyError, AttributeError) as error:
+        except TypeError as error:
             raise ValueError(f"it is no manifest: {error}") from error
-        check_types(manifest)
-        if bad := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        manifest = build(cls, {**value, "model": model})
+        if bad := [name for name in manifest.files if "/" in name or name in ("", ".", "..")]:
             raise ValueError(f"manifest names {bad[0]!r}, which is not a plain file name")
         return manifest
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
 from typing import Any, Final
@@ -18,7 +17,6 @@ from elastic_trainer.agent.membership.notices import (
     LeaveAsked,
     Member,
     NodeLeaving,
-    RankPace,
     Report,
     StopAsked,
     WorkersCommitted,
@@ -29,13 +27,11 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
     WorkersSeen,
     WorkersStepped,
-    WorkerView,
     is_numeric,
 )
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import NOBODY, Members
-from elastic_trainer.record.failures import Action, Failure, Kind
-from elastic_trainer.storage.typed import check_types
+from elastic_trainer.storage.typed import build
 
 PROTOCOL: Final = 1
 """Of what agents say to each other. Raise it when a message changes: only equal ones mix."""
@@ -356,24 +352,9 @@ def decode(payload: bytes) -> Message:
     try:
         raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
-        if cls is Join:
-            raw = _join(raw)
-        elif cls is Leaves:
-            raw["member"] = Member(**raw["member"])
-        elif cls is Formed:
-            raw = _formed(raw)
-        elif cls is Changed:
-            raw["rows"] = Members.from_wire(raw["rows"])
-            for name in ("members", "spares", "left"):
-                raw[name] = tuple(raw[name])
-            raw["rest"] = Formed(**_formed(raw["rest"]))
-        elif cls is Abort:
-            raw["victims"] = tuple(raw["victims"])
-        message = cls(**raw)
+        message: Message = build(cls, _refusable(raw) if cls is Join else raw)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
-    assert isinstance(message, Message)
-    check_types(message)
     if isinstance(message, Join | Leaves):
         _check_member(cls.__name__, message.member)
     elif isinstance(message, Ask):
@@ -388,16 +369,13 @@ def _check_ask(ask: Ask) -> None:
         raise ValueError(f"Ask.signal is {ask.signal:.20}")
 
 
-def _join(raw: dict[str, Any]) -> dict[str, Any]:
+def _refusable(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a Join; of another protocol's only what it takes to refuse it."""
-    if (protocol := raw.get("protocol", 0)) != PROTOCOL:
-        known = {spec.name for spec in dataclasses.fields(Member)}
-        member = {name: value for name, value in raw["member"].items() if name in known}
-        raw = {"member": member, "job": raw["job"], "last_epoch": 0, "protocol": protocol}
-    raw["member"] = Member(**raw["member"])
-    if "left" in raw:
-        raw["left"] = Members.from_wire(raw["left"])
-    return raw
+    if (protocol := raw.get("protocol", 0)) == PROTOCOL:
+        return raw
+    known = Member.__dataclass_fields__
+    member = {name: value for name, value in raw["member"].items() if name in known}
+    return {"member": member, "job": raw["job"], "last_epoch": 0, "protocol": protocol}
 
 
 def _inflate(payload: bytes) -> bytes:
@@ -410,14 +388,6 @@ def _inflate(payload: bytes) -> bytes:
     if not stream.eof or stream.unused_data:
         raise ValueError(f"not a message: cut short, followed by more, or over {MAX_BYTES} bytes")
     return inflated
-
-
-def _formed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Formed."""
-    for name in ("members", "spares", "left"):
-        raw[name] = Members.from_wire(raw[name])
-    raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
-    return raw
 
 
 def _check_member(kind: str, member: Member) -> None:
@@ -450,33 +420,11 @@ def unwrap(message: ReportMessage) -> Report:
     Raises:
         ValueError: not a report of ours.
     """
-    try:
-        raw = dict(message.report)
-        if message.kind == WorkersFailed.__name__:
-            failure = dict(raw["failure"])
-            raw["failure"] = Failure(
-                kind=Kind(failure["kind"]),
-                action=Action(failure["action"]),
-                detail=str(failure["detail"]),
-                sure=failure.get("sure") is True,
-            )
-        elif message.kind == WorkersSeen.__name__:
-            raw["workers"] = tuple(map(_view, raw["workers"]))
-        elif message.kind == WorkersPaced.__name__:
-            raw["ranks"] = tuple(
-                RankPace(**{**pace, "own_s": tuple(pace["own_s"])}) for pace in raw["ranks"]
-            )
-        report: Report = _REPORTS[message.kind](**raw)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a report: {message!r} ({error})") from error
-    check_types(report)
+    if message.kind not in _REPORTS:
+        raise ValueError(f"not a report: {message!r:.80}")
+    report: Report = build(_REPORTS[message.kind], message.report)
     _check_ranks(report)
     return report
-
-
-def _view(raw: Mapping[str, Any]) -> WorkerView:
-    fronts = {group: tuple(front) for group, front in dict(raw.get("fronts", {})).items()}
-    return WorkerView(**{**raw, "fronts": fronts})
 
 
 def _check_ranks(report: Report) -> None:
@@ -487,8 +435,6 @@ def _check_ranks(report: Report) -> None:
             about = (report,)
         case WorkersSeen(workers=workers):
             about = workers
-            if any(len(front) != 2 for view in workers for front in view.fronts.values()):
-                raise ValueError(f"WorkersSeen.workers is {workers!r:.80}")
         case WorkersPaced(ranks=about):
             if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):
                 raise ValueError(f"WorkersPaced.ranks is {about!r:.80}")
