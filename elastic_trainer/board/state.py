@@ -10,10 +10,9 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from elastic_trainer.plan.anomalies import AnomalyRecord
-from elastic_trainer.record.lineage import Lineage
 from elastic_trainer.storage.typed import build, parse_json
 
 BOARD_VERSION = 1
@@ -21,6 +20,8 @@ BOARD_VERSION = 1
 BOARD_WAIT_S = 60.0
 """So long a board that does not answer is asked again: longer than API servers take to restart."""
 AGAIN_S = 1.0
+MAX_ORIGINS: Final = 128
+"""As many are kept; of states from before them, all up to where the oldest began count."""
 
 _Read = TypeVar("_Read")
 
@@ -117,6 +118,50 @@ class Sizes:
     """A step was completed."""
     dropped: tuple[int, ...] = ()
     """The script failed before its first step: their rungs are not used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an epoch began."""
+
+    epoch: int
+    parent: int
+    """The epoch that wrote the state it began from; 0: none of this run did."""
+    step: int
+    """Last completed step of that state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The line of epochs that led to the newest one; read by every restore.
+
+    An epoch that is cut off may train on after another has begun from an older state. Both states
+    are whole and of the run; only those on the newest epoch's own line count.
+
+    Empty: nothing is known, as on a board of an older version, and every state counts.
+    """
+
+    origins: tuple[Origin, ...] = ()
+    """Oldest first; each one's parent is the one before it."""
+
+    def allows(self, epoch: int, step: int) -> bool:
+        """Return whether the state after `step` that `epoch` wrote is on the line."""
+        for origin in reversed(self.origins):
+            if epoch >= origin.epoch:
+                return epoch == origin.epoch
+            if step > origin.step:
+                return False
+        return not self.origins or epoch <= self.origins[0].parent
+
+    def began(self, origin: Origin) -> Lineage:
+        """Return the line of an epoch that begins; what others did after its parent is off it."""
+        before = min(origin.parent, origin.epoch - 1)
+        line = [one for one in self.origins if one.epoch <= before]
+        return Lineage((*line, origin)[-MAX_ORIGINS:])
+
+    def to_list(self) -> list[list[int]]:
+        """Return it as plain values, for the board."""
+        return [[one.epoch, one.parent, one.step] for one in self.origins]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

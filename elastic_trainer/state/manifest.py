@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic_trainer.board.state import BoardState, Commit, Training
+from elastic_trainer.board.state import BoardState, Commit, Origin, Training
 from elastic_trainer.plan.models import ModelShape, raw_of, shape_of
-from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.errors import FencedError
 from elastic_trainer.storage.typed import build, parse_json
 
