@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.board.state import BoardState
 from elastic_trainer.plan.anomalies import (
     BUDGET_STEPS,
     MAX_WINDOW,
@@ -27,7 +27,6 @@ from elastic_trainer.plan.anomalies import (
     spike,
 )
 from elastic_trainer.plan.config import NumbersSection
-from elastic_trainer.storage.typed import build
 
 CONFIG = NumbersSection(loss_spike="skip", grad_spike="rollback")
 NAN, INF = math.nan, math.inf
@@ -190,7 +189,7 @@ def test_a_record_survives_the_board_and_forgets_only_what_is_behind(pairs, olde
     record = AnomalyRecord()
     for first, length in pairs:
         record = record.with_skip(Skip(first, first + length))
-    assert build(AnomalyRecord, json.loads(json.dumps(record.to_dict()))) == record
+    assert BoardState.decode(BoardState(numbers=record).encode()).numbers == record
     pruned = record.pruned(oldest)
     if step > oldest:
         assert pruned.passes_over(step) == record.passes_over(step)
