@@ -39,7 +39,7 @@ import elastic_trainer.model.decoder
 import elastic_trainer.model.mixture
 import elastic_trainer.parallel.apply
 import elastic_trainer.parallel.context
-from elastic_trainer.parallel import float8
+from elastic_trainer.parallel.apply import use_float8
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
@@ -289,10 +289,10 @@ def _as_on_a_gpu() -> None:
     def bincount(_self: Tensor, minlength: int) -> Tensor:
         return torch.zeros(minlength, dtype=torch.int64)
 
-    def use_float8(block: nn.Module, **_emulated: bool) -> None:
-        float8.use_float8(block, emulated=False)
+    def in_float8(block: nn.Module, **_emulated: bool) -> None:
+        use_float8(block, emulated=False)
 
-    elastic_trainer.parallel.apply.use_float8 = use_float8
+    elastic_trainer.parallel.apply.use_float8 = in_float8
     elastic_trainer.model.mixture.Experts.compute = compute
     Tensor.bincount = bincount
     elastic_trainer.model.decoder.attend = attend

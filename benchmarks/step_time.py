@@ -55,8 +55,8 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.train.engine import Engine, make_deterministic
 from elastic_trainer.train.feed import MicroBatch
-from elastic_trainer.train.metrics import utilisation
 from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
+from elastic_trainer.train.trainer import utilisation
 
 ONE_B = ModelShape(
     num_layers=16, dim=2048, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256

@@ -1,21 +1,18 @@
 """FileBoard: the board as numbered files in one directory of a shared file system.
 
-Version n+1 is a complete, fsynced file published by link(2) under the next
-number, which succeeds for exactly one writer on every POSIX file system,
-NFS and Lustre included. Nothing here relies on locks or on rename: Lustre
-without flock answers ENOSYS, localflock is per node, and rename replaces.
+Version n+1 is a complete, fsynced file published by link(2) under the next number, which succeeds
+for exactly one writer on every POSIX file system, NFS and Lustre included. Locks and rename are not
+used: Lustre without flock answers ENOSYS, localflock is per node, and rename replaces.
 
-**Damage.** A version that does not match its digest is bytes the storage lost or changed after
-it had called them safe: a lying disk, a power loss. Whoever wrote or read that version holds its
-number and knows its content, and may swap upon it: within seconds a live coordinator's beat
-has put a whole version above. So a reader first waits. When nobody comes, that swap is lost,
-and said to be: the newest whole version below counts, its epoch raised (`after_damage`), under
-the damaged one's number, so that the next swap puts it on top. The damaged file is kept as
-`damaged-<number>`. Only when no version at all is whole the board raises.
+**Damage.** The storage lost or changed bytes of a version that does not match its digest: a lying
+disk, a power loss. Its writer and earlier readers know its content and may swap upon it: a live
+coordinator's beat puts a whole version above within seconds. So a reader first waits. If nobody
+comes, that swap is lost and reported: the newest whole version below counts, its epoch raised
+(`after_damage`), under the damaged one's number, so that the next swap comes on top. The damaged
+file is kept as `damaged-<number>`. The board raises only if no version is whole.
 
-**Removal.** A folder that somebody has removed is an empty board, and whoever swaps upon that
-makes it again; not where the file system that it was on is gone, for what was then written in its
-place would be another board.
+**Removal.** A removed folder is an empty board, and the next swap makes it again; but not where its
+file system is gone, for files in its place would be another board.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from elastic_trainer.board.state import Token, after_damage
 from elastic_trainer.storage.files import read_regular, write_new
 
 KEEP_VERSIONS = 64
-"""Newest versions that stay, so that a reader with an old listing still finds its way."""
+"""Newest versions kept, for readers with an old listing."""
 
 HEAL_S: Final = 8.0
 """How long a reader of a damaged version waits for a newer one: longer than `lease_renew_s`."""
@@ -60,20 +57,18 @@ _GONE, _DAMAGED = _Absent.GONE, _Absent.DAMAGED
 
 
 class BoardCorruptError(OSError):
-    """Not one version's bytes are what was written: the storage lost or changed them all."""
+    """The storage lost or changed every version."""
 
 
 class FileBoard:
-    """A compare-and-swap register: `directory` holds its newest versions, one file each.
-
-    The directory is made when it is missing, and again when it was removed.
+    """A compare-and-swap register: its newest versions are files in `directory`.
 
     Args:
-        directory: of this board alone.
+        directory: of this board alone; made if it is missing.
         link: the publishing call; an argument so that tests can lose its reply.
         heal_s: see HEAL_S.
-        on_damage: called with a sentence when a swap was lost to damage.
-        repair: what counts then; see `after_damage`.
+        on_damage: called with a sentence when damage cost a swap.
+        repair: returns what counts then; see `after_damage`.
     """
 
     def __init__(
@@ -96,9 +91,9 @@ class FileBoard:
         return "holdfast-file"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the newest content and its version; None when nothing was ever written.
+        """Return the newest content and its version; None: nothing was ever written.
 
-        Takes up to `heal_s` when the newest version is damaged.
+        Takes up to `heal_s` if the newest version is damaged.
 
         Raises:
             OSError: the directory cannot be read.
@@ -119,13 +114,13 @@ class FileBoard:
             time.sleep(_HEAL_POLL_S)
 
     def _newest(self) -> int:
-        """Return the number of the newest version, whole or damaged; 0: there is none."""
+        """Return the number of the newest version, whole or damaged; 0: none."""
         for _ in range(_READ_ATTEMPTS):
             version = max(self._versions(), default=0)
             if version > 0 and self._read(version) is _GONE:
                 continue  # trimmed since it was listed: list again
-            # A listing may be old (NFS caches it): look further. That a number was not there is
-            # remembered too, but not past the opening of the directory for the listing above.
+            # A listing may be old (NFS caches it): look further. Absent names are cached too, but
+            # not past the opening of the directory for the listing above.
             while self._read(version + 1) is not _GONE:
                 version += 1
             return version
@@ -136,7 +131,7 @@ class FileBoard:
         )
 
     def _before(self, damaged: int) -> bytes:
-        """Return what counts in place of version `damaged`, which nobody swapped upon."""
+        """Return what counts in place of version `damaged`, upon which nobody swapped."""
         whole, content = damaged - 1, self._read(damaged - 1)
         while content is _DAMAGED:
             whole -= 1
@@ -162,25 +157,21 @@ class FileBoard:
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Publish `state` if the newest version is still `token` (None: there is none).
-
-        Returns:
-            The newest content, its version and whether this call put it there.
+        """Publish `state` if the newest version is still `token`; see `Board`.
 
         Raises:
-            OSError: the storage failed. Whether the swap happened is then unknown
-                and the next `get_state` tells.
+            OSError: the storage failed; only the next `get_state` tells whether the swap happened.
             BoardCorruptError: no version matches its digest line.
         """
-        base = token or 0  # another backend's token is no number, and equals none
-        # Not its content: who knows what a damaged version said may put a whole one above it.
+        base = token or 0  # another backend's token is a text, and equals no number
+        # Not its content: a writer that knows a damaged version's may put a whole one above it.
         if isinstance(base, int) and self._newest() == base and self._publish(base + 1, state):
             return state, base + 1, True
         newest = self.get_state()
         return None if newest is None else (*newest, False)
 
     def _publish(self, version: int, state: bytes) -> bool:
-        """Link a complete file as `version`; return whether this call won that number."""
+        """Link a complete file as `version`; return whether this call won the number."""
         temp = self._dir / f"{_TEMP_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
@@ -205,10 +196,10 @@ class FileBoard:
                 temp.unlink()
 
     def _link_once(self, temp: Path, version: int) -> bool:
-        """Return whether `temp` now has a second name; NFS may lose the reply of a success.
+        """Link `temp` as `version`; return whether it now has a second name.
 
-        A retransmitted link answers EEXIST for our own file, so the link count
-        decides in every case of an error.
+        NFS may lose the reply of a success and answer EEXIST to the retransmitted link, so the
+        link count decides after every error.
         """
         try:
             self._link(str(temp), str(self._path(version)))
@@ -225,10 +216,10 @@ class FileBoard:
         return True
 
     def _was_trimmed(self, version: int) -> bool:
-        """Return whether `version` may be a number that was used and trimmed before.
+        """Return whether `version` may have been used and trimmed before.
 
-        A writer that slept between reading and linking can win such a number. It
-        was trimmed only after KEEP_VERSIONS newer ones came, and after its base.
+        A writer that slept between reading and linking can win such a number. It was trimmed only
+        after KEEP_VERSIONS newer ones came, and after its base.
         """
         base_gone = version > 1 and self._read(version - 1) is _GONE  # opens: never from a cache
         return base_gone or max(self._versions(), default=0) >= version + KEEP_VERSIONS

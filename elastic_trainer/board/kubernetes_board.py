@@ -1,25 +1,21 @@
 """KubernetesBoard: the board as a ConfigMap; `resourceVersion` is the token.
 
-A swap is an update that carries the resourceVersion it builds upon. The API server stores it in
-etcd, and refuses it with 409 when another writer was first. It needs the verbs `get` and `update`
-on this one ConfigMap, and `create` on ConfigMaps only where nobody has made it beforehand.
+A swap is an update that carries the resourceVersion it builds upon; the API server refuses it with
+409 if another writer was first. It needs the verbs `get` and `update` on this ConfigMap, and
+`create` on ConfigMaps unless somebody has made it beforehand. Labels and owners are kept.
 
-**Lost replies.** Each swap carries an annotation with a number of its own. When a request fails and
-may have been carried out, it is sent again (the same resourceVersion cannot be used twice), and on
-a 409 the annotation says whether the newest content is ours.
+**Lost replies.** Each swap has an annotation with a new number. A request that fails and may have
+been carried out is sent again (a resourceVersion cannot be used twice); on a 409 the annotation
+says whether the newest content is ours.
 
-What others have put on the ConfigMap (labels, owners) is kept.
+**The client.** `ApiServer` sends small requests for JSON over verified TLS. Why not the official
+client: the agent and every worker open the board, on thousands of pods that read their imports from
+one image or file server. That client is 1,267 modules, 0.7 s and 55 MiB a process (this: 86, 0.1 s,
+10 MiB), retries by itself, and hides whether a failed request may have been carried out, which a
+register must know. The launcher, which needs watches and more, uses it.
 
-**The client.** `ApiServer` speaks to the API server: small requests for JSON, over verified TLS.
-Why not the official client: the agent and every worker open the board, on thousands of pods that
-read their imports from one image or file server. That client is 1,267 modules, 0.7 s and 55 MiB a
-process (this: 86, 0.1 s, 10 MiB); it tries things again by itself, and it hides whether a request
-that failed may have been carried out, which is what a register must know. Three verbs on one
-object are all that is needed here. The launcher, which needs watches and more, uses the official
-client.
-
-The token and the authority's certificate are read anew for each connection or request: the
-kubelet replaces both while the pod runs.
+The token is read for each request and the authority's certificate for each connection: the kubelet
+replaces both while the pod runs.
 """
 
 from __future__ import annotations
@@ -46,10 +42,10 @@ KEY: Final = "state"
 SWAP: Final = "holdfast.dev/swap"
 """Annotation with the number of the newest swap."""
 SENDS: Final = 2
-"""How often a swap is sent whose replies get lost."""
+"""How often a swap is sent if its replies get lost."""
 PAUSE_S: Final = 0.2
 LONGEST_WAIT_S: Final = 5.0
-"""However long the API server asks to be left alone: a lease has to be renewed."""
+"""Whatever the API server asks: a lease has to be renewed."""
 
 _OK, _CREATED, _NOT_FOUND, _CONFLICT, _BUSY = 200, 201, 404, 409, 429
 _DENIED: Final = {401: "unauthorized", 403: "forbidden"}
@@ -59,33 +55,31 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S: Final = 5.0
 """Of connecting, and of each wait for bytes: as often as a live coordinator renews its lease."""
 IDLE_S: Final = 20.0
-"""A connection unused for so long is not used again: the other end may be about to close it."""
+"""A connection idle for longer is not used again: the other end may be about to close it."""
 MAX_ANSWER_BYTES: Final = 4 << 20
 """The API server refuses objects of more than about 1.5 MiB."""
-UNAUTHORIZED: Final = 401
 
 
 class NotSentError(ConnectionError):
-    """The API server was not reached: it has carried out nothing."""
+    """The API server was not reached, so it has carried out nothing."""
 
 
 class NotInPodError(FileNotFoundError):
-    """There is no way from here to the API server, nor will there be."""
+    """This process is not in a pod of the cluster, and never reaches its API server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiReply:
-    """What the API server said."""
+    """A reply of the API server."""
 
     status: int
     body: dict[str, Any]
-    """Empty where it was no JSON object."""
+    """Empty if it was not a JSON object."""
     retry_after_s: float | None = None
-    """How long it asks to be left alone."""
 
     @property
     def message(self) -> str:
-        """Its own words, for people; at most 300 characters."""
+        """What it says to people; at most 300 characters."""
         return str(self.body.get("message") or f"status {self.status}")[:300]
 
 
@@ -93,7 +87,7 @@ class ApiServer:
     """One keep-alive connection; threads take turns.
 
     Args:
-        url: `https://HOST:PORT`. Plain http is for a loopback address only.
+        url: `https://HOST:PORT`; plain http only to a loopback address.
         token: file with the bearer token; None: none is sent.
         authority: file with the certificates that the server's is checked against; None: the
             system's.
@@ -101,7 +95,7 @@ class ApiServer:
         mono: monotonic seconds.
 
     Raises:
-        ValueError: the url is not one of those.
+        ValueError: the url is neither.
     """
 
     _connection: http.client.HTTPConnection | None = None
@@ -129,16 +123,16 @@ class ApiServer:
 
     @classmethod
     def of_pod(cls, env: Mapping[str, str], **options: Any) -> ApiServer:
-        """Return the API server of the cluster whose pod this is.
+        """Return the API server of this pod's cluster.
 
         Args:
-            env: of a container, by the kubelet. HOLDFAST_API_SERVER and
-                HOLDFAST_SERVICE_ACCOUNT_DIR stand in for what it has set and mounted.
+            env: of a container. HOLDFAST_API_SERVER and HOLDFAST_SERVICE_ACCOUNT_DIR replace what
+                the kubelet sets and mounts.
             options: see the class.
 
         Raises:
-            NotInPodError: this is no pod, or one without a service account's token.
-            ValueError: HOLDFAST_API_SERVER is not an address of one.
+            NotInPodError: this is not a pod, or it has no service account's token.
+            ValueError: HOLDFAST_API_SERVER is malformed.
         """
         folder = Path(env.get("HOLDFAST_SERVICE_ACCOUNT_DIR") or SERVICE_ACCOUNT)
         url = env.get("HOLDFAST_API_SERVER", "")
@@ -162,23 +156,21 @@ class ApiServer:
         )
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
-        """Send one request and return the answer, whatever its status.
-
-        A 401 is tried once more, with the token as it is then.
+        """Send a request and return the answer, whatever its status; repeat a 401 once.
 
         Raises:
             NotSentError: nothing was sent.
-            OSError: whether it was carried out is not known.
+            OSError: it may have been carried out.
         """
         with self._lock:
             answer = self._exchange(method, path, body)
-            if answer.status == UNAUTHORIZED:
+            if answer.status == 401:  # unauthorized: the token may be new by now
                 self._hang_up()
                 answer = self._exchange(method, path, body)
             return answer
 
     def __del__(self) -> None:
-        """Leave no socket to the garbage collector, which would complain."""
+        """Close the socket before the garbage collector complains."""
         self._hang_up()
 
     def close(self) -> None:
@@ -211,16 +203,14 @@ class ApiServer:
             return answer
 
     def _connected(self) -> tuple[http.client.HTTPConnection, bool]:
-        """Return a connection that is open, and whether it is a new one."""
+        """Return an open connection, and whether it is new."""
         if self._connection is not None and self._mono() - self._used <= IDLE_S:
             return self._connection, False
         self._hang_up()
         connection: http.client.HTTPConnection
         try:
             if self._secure:
-                context = ssl.create_default_context(
-                    cafile=None if self._authority is None else str(self._authority)
-                )
+                context = ssl.create_default_context(cafile=self._authority)
                 connection = http.client.HTTPSConnection(
                     self._host, self._port, timeout=self._timeout_s, context=context
                 )
@@ -261,7 +251,7 @@ def _answer_of(response: http.client.HTTPResponse) -> ApiReply:
 
 
 def _read_token(path: Path) -> str:
-    """Return the token. It is in nobody's message, nor kept."""
+    """Return the token, which no message has."""
     token = path.read_text(encoding="ascii").strip()
     if not token.isprintable() or " " in token:
         raise NotSentError(f"{path} holds no token")
@@ -276,7 +266,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class BoardDeniedError(PermissionError):
-    """The service account may not do what the board needs. Grant it, and the job continues."""
+    """The service account lacks a right that the board needs; once granted, the job continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,21 +275,15 @@ class _ConfigMap:
 
     token: str
     state: bytes | None
-    """None: it is there, but nothing was ever written."""
+    """None: nothing was ever written."""
     metadata: dict[str, Any]
-
-    @property
-    def swap(self) -> str | None:
-        """Number of the swap that wrote it."""
-        value = (self.metadata.get("annotations") or {}).get(SWAP)
-        return value if isinstance(value, str) else None
 
 
 class Server(Protocol):
-    """Whoever speaks to the API server: `ApiServer`, or the launcher's client."""
+    """`ApiServer`, or the launcher's client."""
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
-        """Send one request and return the answer, whatever its status."""
+        """Send a request and return the answer, whatever its status."""
 
 
 class KubernetesBoard:
@@ -309,7 +293,7 @@ class KubernetesBoard:
         server: of the cluster.
         namespace: of the ConfigMap.
         name: of the ConfigMap.
-        number: returns a text that no other swap has ever had.
+        number: returns a text that no other swap has.
         sleep: waits; seconds.
     """
 
@@ -334,7 +318,7 @@ class KubernetesBoard:
         return "holdfast-kubernetes"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the newest content and its resourceVersion; None when nothing was written.
+        """Return the newest content and its resourceVersion; None: nothing was written.
 
         Raises:
             BoardDeniedError: the service account may not read it.
@@ -345,15 +329,12 @@ class KubernetesBoard:
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Publish `state` if the newest version is still `token` (None: nothing was written).
-
-        Returns:
-            The newest content, its token and whether this call put it there.
+        """Publish `state` if the newest version is still `token`; see `Board`.
 
         Raises:
             BoardDeniedError: the service account may not write it.
-            OSError: the API server failed. Whether the swap happened is then unknown
-                and the next `get_state` tells.
+            OSError: the API server failed; only the next `get_state` tells whether the swap
+                happened.
         """
         base = self._last
         if base is None or base.state is None or base.token != token:
@@ -364,7 +345,7 @@ class KubernetesBoard:
         return self._swap(state, base)
 
     def _swap(self, state: bytes, base: _ConfigMap | None) -> tuple[bytes, Token, bool] | None:
-        """Send the swap upon `base`; None there: the ConfigMap is made."""
+        """Send the swap upon `base`; without one, make the ConfigMap."""
         number = self._number()
         body = _body(state, self._namespace, self._name, number, base)
         verb, path = ("PUT", self._path) if base is not None else ("POST", self._folder)
@@ -395,9 +376,9 @@ class KubernetesBoard:
     def _after_conflict(
         self, state: bytes, number: str, unsure: Exception | None
     ) -> tuple[bytes, Token, bool] | None:
-        """Say whose the newest content is, after a swap was refused."""
+        """Return the newest content after a refused swap, and whether it is ours."""
         newest = self._read()
-        if newest is not None and newest.swap == number:
+        if newest is not None and (newest.metadata.get("annotations") or {}).get(SWAP) == number:
             return state, newest.token, True
         if unsure is not None:
             raise OSError(
@@ -418,7 +399,7 @@ class KubernetesBoard:
         return self._last
 
     def _failed(self, method: str, answer: ApiReply) -> OSError:
-        """Return the error for an answer that is none of those expected; waits where asked to."""
+        """Return the error for an unexpected answer; wait where the server asks to."""
         verb = {"GET": "get", "PUT": "update", "POST": "create"}[method]
         if answer.status in _DENIED:
             return BoardDeniedError(
@@ -446,7 +427,7 @@ def _parse(body: dict[str, Any]) -> _ConfigMap:
     """Read a ConfigMap.
 
     Raises:
-        OSError: the answer is none.
+        OSError: the answer is something else.
     """
     try:
         metadata = dict(body["metadata"])
@@ -460,7 +441,7 @@ def _parse(body: dict[str, Any]) -> _ConfigMap:
             state = base64.b64decode(raw, validate=True)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = f"{json.dumps(body)[:80]} ({error})"
-        raise OSError(errno.EIO, f"the API server's answer is no ConfigMap: {said}") from error
+        raise OSError(errno.EIO, f"the API server's answer is not a ConfigMap: {said}") from error
     return _ConfigMap(token, state, metadata)
 
 

@@ -1,9 +1,7 @@
-"""Where a run's board is, and the one way to open it.
+"""Opens a run's board: files in RUN/board, or a ConfigMap by `kubernetes://NAMESPACE/NAME`.
 
-Files in RUN/board, unless the job says otherwise: `kubernetes://NAMESPACE/NAME` is a ConfigMap.
-A run has one board for good. So the first to use a ConfigMap leaves its address in RUN/board, and
-whoever opens the board there later is led to it, or refused where it asks for another: two boards
-would be two truths.
+A run has one board for good: two would be two truths. The first to use a ConfigMap leaves its
+address in RUN/board, which leads later openers there, or refuses those that ask for another.
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.board.file_board import HEAL_S, FileBoard
-from elastic_trainer.board.state import Board, BoardState, Token
+from elastic_trainer.board.state import Board, BoardState
 from elastic_trainer.storage.files import look_afresh, publish, read_regular, write_atomic
 
 BOARD_VARIABLE: Final = "HOLDFAST_BOARD"
-"""Names the board to agents, workers and `launcher.node`."""
+"""Has the board's address for agents, workers and `launcher.node`."""
 FILE: Final = "file"
-"""Address of a board that is files in the run directory."""
+"""Address of a board of files in the run directory."""
 ELSEWHERE: Final = "elsewhere"
-"""File in RUN/board with the address of the board that counts."""
+"""File in RUN/board with the address of a board that is elsewhere."""
 COPY: Final = "copy.json"
-"""File beside it: what was on the board when somebody fetched it, for readers outside."""
+"""File beside it: the board as it was fetched last, for readers outside the cluster."""
 
 KUBERNETES: Final = "kubernetes://"
-"""So begins the address of a ConfigMap."""
 _ADDRESS = re.compile(
     KUBERNETES + r"(?P<namespace>[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)"
     r"/(?P<name>[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)"
@@ -38,7 +35,7 @@ _ADDRESS = re.compile(
 
 
 class BoardPlaceError(ValueError):
-    """The address is none, or the run's board is elsewhere (HF521)."""
+    """The address is malformed, or the run's board is elsewhere (HF521)."""
 
     code: Final = "HF521"
 
@@ -66,19 +63,19 @@ def open_board(
     on_damage: Callable[[str], None] = lambda _: None,
     heal_s: float = HEAL_S,
 ) -> Board:
-    """Return the board of the run whose folder for it is `folder`.
+    """Return a run's board.
 
     Args:
-        folder: RUN/board; it is made when it is missing.
+        folder: RUN/board; made if it is missing.
         address: `kubernetes://NAMESPACE/NAME` or `file`; None or empty: where the run has it,
-            by default in files in `folder`.
+            by default files in `folder`.
         env: of a pod, where the board is a ConfigMap.
-        on_damage: called with a sentence when a swap of a board of files was lost to damage.
-        heal_s: seconds until then, see HEAL_S.
+        on_damage: see `FileBoard`.
+        heal_s: see HEAL_S.
 
     Raises:
-        BoardPlaceError: HF521, see there.
-        OSError: the folder cannot be used, or there is no way to the API server from here.
+        BoardPlaceError: HF521.
+        OSError: the folder cannot be used, or the API server cannot be reached from here.
     """
     known = elsewhere(folder)
     if address == FILE and known is None:
@@ -92,7 +89,7 @@ def open_board(
     where = known or address
     if not where:
         return FileBoard(folder, on_damage=on_damage, heal_s=heal_s)
-    # Late: most runs need no HTTP and no TLS.
+    # Late: most runs need neither HTTP nor TLS.
     from elastic_trainer.board.kubernetes_board import ApiServer, KubernetesBoard
 
     namespace, name = parse_address(where)
@@ -103,10 +100,10 @@ def open_board(
 
 
 def elsewhere(folder: Path) -> str | None:
-    """Return the address that was left in `folder`; None: the board is files in it.
+    """Return the address left in `folder`; None: the board is files in it.
 
     Raises:
-        BoardPlaceError: HF521, what was left there is no address.
+        BoardPlaceError: HF521, what was left is not an address.
         OSError: it cannot be read.
     """
     look_afresh(folder)
@@ -125,17 +122,16 @@ def read_board(
     on_damage: Callable[[str], None] = lambda _: None,
     heal_s: float = HEAL_S,
 ) -> BoardState | None:
-    """Return what is on a run's board, for who only looks; None: nothing was ever written.
+    """Return the content of a run's board, for readers only; None: nothing was ever written.
 
-    Outside the cluster the copy that was fetched last (`keep_copy`) stands for a ConfigMap. Other
-    arguments are those of `open_board`.
+    Outside the cluster, the copy fetched last (`keep_copy`) is read instead of a ConfigMap. Takes
+    the arguments of `open_board`.
 
     Raises:
-        BoardPlaceError: HF521, the word in `folder` is damaged.
+        BoardPlaceError: HF521, the address left in `folder` is damaged.
         OSError: the board cannot be read.
         ValueError: another version wrote it.
     """
-    current: tuple[bytes, Token] | None
     try:
         address = env.get(BOARD_VARIABLE) or None
         board = open_board(folder, address, env=env, on_damage=on_damage, heal_s=heal_s)
@@ -148,15 +144,10 @@ def read_board(
 
 
 def keep_copy(folder: Path, content: bytes, address: str) -> None:
-    """Keep what is on a board elsewhere beside a run, complete or not at all.
-
-    Args:
-        folder: RUN/board, as the reader outside sees it.
-        content: of the register, as the ConfigMap's `data.state` has it.
-        address: of the board.
+    """Keep the content of the board at `address` in RUN/board (`folder`), for readers outside.
 
     Raises:
-        ValueError: the content is no board.
+        ValueError: the content is not a board.
         OSError: the folder cannot be written.
     """
     BoardState.decode(content)
@@ -166,7 +157,7 @@ def keep_copy(folder: Path, content: bytes, address: str) -> None:
 
 
 def _may_move(folder: Path, address: str) -> None:
-    """Refuse an address where the run has a board of files already."""
+    """Refuse an address if the run already has a board of files."""
     parse_address(address)
     if folder.is_dir() and FileBoard(folder).get_state() is not None:
         raise BoardPlaceError(
@@ -176,7 +167,7 @@ def _may_move(folder: Path, address: str) -> None:
 
 
 def _leave_word(folder: Path, address: str) -> None:
-    """Write the address into `folder`, once; any number of agents may do so at a time.
+    """Write the address into `folder` once, of any number of agents that try at a time.
 
     Raises:
         BoardPlaceError: HF521, another address is there.

@@ -1,7 +1,7 @@
 """The board: a durable compare-and-swap register that outlives any node.
 
-It holds little: who holds the coordinator's lease, the epoch number, and the
-newest checkpoint commits. The member table goes over TCP.
+It holds little: the coordinator's lease, the epoch number, the newest checkpoint commits. The
+member table goes over TCP.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from elastic_trainer.plan.anomalies import AnomalyRecord
-from elastic_trainer.record.lineage import Lineage
-from elastic_trainer.storage.typed import check_types, parse_json
+from elastic_trainer.storage.typed import build, parse_json
 
 BOARD_VERSION = 1
 
 BOARD_WAIT_S = 60.0
-"""So long a board that does not answer is asked again: longer than API servers take to restart."""
+"""How long a board that does not answer is asked again: longer than API servers take to restart."""
 AGAIN_S = 1.0
+MAX_ORIGINS: Final = 128
+"""As many are kept; of states from before them, all up to where the oldest began count."""
 
 _Read = TypeVar("_Read")
 
 Token = int | str
-"""Version of a register's content; opaque to callers but for equality."""
+"""Version of a register's content; callers only compare it."""
 
 
 class Board(Protocol):
-    """torchelastic's RendezvousBackend, with tokens that are compared and nothing else.
+    """torchelastic's RendezvousBackend.
 
-    Both calls may raise OSError when the storage behind the board is
-    unreachable; a caller keeps what it has and tries again later.
+    Both calls may raise OSError when the storage behind the board is unreachable; a caller keeps
+    what it has and tries again later.
     """
 
     @property
@@ -40,12 +41,12 @@ class Board(Protocol):
         """Name of the backend."""
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the newest content and its token; None when nothing was ever written."""
+        """Return the newest content and its token; None: nothing was ever written."""
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Publish `state` if the content is still that of `token` (None: still empty).
+        """Publish `state` if the newest version is still `token` (None: nothing was written).
 
         Returns:
             The newest content, its token and whether this call put it there.
@@ -60,17 +61,17 @@ class Lease:
     """Agent id."""
     node: str
     job: str
-    """Id of the live job (one submission); a second job on the run sees it here."""
+    """Id of the live job (one submission), which a second job on the run sees."""
     address: str
     port: int
     term: int
     beat: int = 0
-    """Rises while the holder lives; two equal readings far apart mean it may be gone."""
+    """Rises while the holder lives; two equal readings far apart: it may be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A checkpoint on storage that counts. Directories alone are only data."""
+    """A checkpoint on storage that counts; directories alone are only data."""
 
     epoch: int
     step: int
@@ -78,31 +79,31 @@ class Commit:
     """Directory name under the checkpoint directory."""
     manifest_sha256: str
     t_unix: float | None = None
-    """When it was made, by its writer's clock; None: by an older version."""
+    """By its writer's clock; None: of an older version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training of a run: a script may have several, one after the other.
+    """One training of a run; a script may have several in turn.
 
-    Steps of the run count on from one to the next, so that a later state has a higher step.
+    Steps of the run continue from one to the next, so that a later state has a higher step.
     """
 
     name: str
     begins: int = 0
-    """The lowest step of a state of its own; 0 for the first training, which may be imported."""
+    """Lowest step of its own states; 0 for the first training, which may be imported."""
     final: Commit | None = None
-    """Its last state, kept as long as the run; None: it is not finished."""
+    """Its last state, kept as long as the run; None: not finished."""
 
     @property
     def base(self) -> int:
-        """The run's step at which its own count begins."""
+        """The run's step at which its count begins."""
         return max(self.begins - 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How the last job on the run ended: for agents that did not hear it from the coordinator."""
+    """How the last job on the run ended, for agents that did not hear it from the coordinator."""
 
     job: str
     code: int
@@ -114,9 +115,47 @@ class Sizes:
     """Numbers of nodes on which the run was tried."""
 
     trained: tuple[int, ...] = ()
-    """A step was completed."""
+    """It completed a step."""
     dropped: tuple[int, ...] = ()
-    """The script failed before its first step: their rungs are not used any more."""
+    """The script failed before its first step: their rungs are not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an epoch began."""
+
+    epoch: int
+    parent: int
+    """The epoch that wrote the state it began from; 0: none of this run."""
+    step: int
+    """Last completed step of that state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The line of epochs that led to the newest one; only states on it are restored.
+
+    For an epoch that is cut off may train on after another has begun from an older state. Empty:
+    unknown, as on a board of an older version, and every state counts.
+    """
+
+    origins: tuple[Origin, ...] = ()
+    """Oldest first; each one's parent is the one before it."""
+
+    def allows(self, epoch: int, step: int) -> bool:
+        """Return whether the state after `step` that `epoch` wrote is on the line."""
+        for origin in reversed(self.origins):
+            if epoch >= origin.epoch:
+                return epoch == origin.epoch
+            if step > origin.step:
+                return False
+        return not self.origins or epoch <= self.origins[0].parent
+
+    def began(self, origin: Origin) -> Lineage:
+        """Return the line of a new epoch; what others did after its parent is not on it."""
+        before = min(origin.parent, origin.epoch - 1)
+        line = [one for one in self.origins if one.epoch <= before]
+        return Lineage((*line, origin)[-MAX_ORIGINS:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,20 +163,19 @@ class BoardState:
     """The register's content."""
 
     epoch: int = 0
-    """Newest published epoch; everything from a lower one is fenced out."""
+    """Newest published epoch; lower ones are fenced out."""
     lease: Lease | None = None
     """None: no live job."""
     commits: tuple[Commit, ...] = ()
-    """Newest last; as many as are kept."""
+    """Those kept, newest last."""
     finished: bool = False
-    """The run has done its last step."""
+    """The run's last step is done."""
     ended: Ended | None = None
     numbers: AnomalyRecord = field(default_factory=AnomalyRecord)
-    """Steps that are passed over, and states that are not to be used."""
+    """Steps passed over, and states not to be used."""
     lineage: Lineage = field(default_factory=Lineage)
-    """From which state each epoch began, of those that led to the newest."""
     trainings: tuple[Training, ...] = ()
-    """In the order in which they began; only the last may be unfinished."""
+    """In order; only the last may be unfinished."""
     sizes: Sizes = field(default_factory=Sizes)
     version: int = BOARD_VERSION
 
@@ -147,14 +185,16 @@ class BoardState:
 
     @property
     def kept(self) -> tuple[Commit, ...]:
-        """All checkpoints that count, newest last: the newest, and the last of each training."""
+        """All checkpoints that count, newest last: `commits`, and the last of each training."""
         finals = (training.final for training in self.trainings if training.final)
         return tuple(sorted({*finals, *self.commits}, key=lambda each: (each.step, each.epoch)))
 
     def encode(self) -> bytes:
-        """Return the register's bytes (JSON)."""
-        own = {"numbers": self.numbers.to_dict(), "lineage": self.lineage.to_list()}
-        raw = {**dataclasses.asdict(self), **own}
+        """Return the register's bytes (JSON); decisions and origins are arrays in it."""
+        raw = dataclasses.asdict(self)
+        for kind, each in raw["numbers"].items():
+            raw["numbers"][kind] = [list(one.values()) for one in each]
+        raw["lineage"] = [list(one.values()) for one in raw["lineage"]["origins"]]
         return json.dumps(raw, sort_keys=True).encode()
 
     @classmethod
@@ -168,45 +208,29 @@ class BoardState:
         if not isinstance(value, dict) or value.get("version") != BOARD_VERSION:
             found = value.get("version") if isinstance(value, dict) else value
             raise ValueError(f"board version {found!r:.40}, this holdfast reads {BOARD_VERSION}")
-        try:
-            state = cls(
-                epoch=value["epoch"],
-                lease=Lease(**value["lease"]) if value["lease"] else None,
-                commits=tuple(Commit(**commit) for commit in value["commits"]),
-                finished=value["finished"],
-                ended=Ended(**value["ended"]) if value["ended"] else None,
-                numbers=AnomalyRecord.from_dict(value.get("numbers", {})),
-                lineage=Lineage.from_list(value.get("lineage", [])),
-                trainings=tuple(map(_training, value.get("trainings", []))),
-                sizes=Sizes(**{key: tuple(v) for key, v in value.get("sizes", {}).items()}),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error
-        check_types(state)
-        return state
-
-
-def _training(raw: dict[str, Any]) -> Training:
-    return Training(**{**raw, "final": Commit(**raw["final"]) if raw["final"] else None})
+        if lacking := {"epoch", "lease", "commits", "finished", "ended"} - value.keys():
+            raise ValueError(f"not a board: {raw[:80]!r} lacks {', '.join(sorted(lacking))}")
+        known = {spec.name for spec in dataclasses.fields(cls)}
+        fields = {name: part for name, part in value.items() if name in known}
+        return build(cls, {**fields, "lineage": {"origins": value.get("lineage", [])}})
 
 
 def after_damage(content: bytes | None, lost: int) -> bytes:
     """Return what counts once the newest `lost` swaps of a board cannot be read any more.
 
-    Args:
-        content: of the newest version that can be read; None: there is none before them.
-        lost: how many came after it.
+    Each may have published an epoch: epochs continue above, so that those are fenced out. Their
+    origins are lost, so the newest state in memory counts again.
 
-    Each of them may have published an epoch. Epochs continue above any of those, so that whatever
-    was started under a lost number is fenced out. From which state they began is lost, so that of
-    states in memory the newest counts again.
+    Args:
+        content: of the newest readable version; None: nothing was written before.
+        lost: swaps after it.
     """
     state = BoardState() if content is None else BoardState.decode(content)
     return dataclasses.replace(state, epoch=state.epoch + lost, lineage=Lineage()).encode()
 
 
 class BoardBusyError(Exception):
-    """Every attempt of an update lost its swap to another writer."""
+    """Other writers won every swap of an update."""
 
 
 def ask_patiently(
@@ -217,22 +241,20 @@ def ask_patiently(
     for_s: float = BOARD_WAIT_S,
     on_error: Callable[[OSError], object] = lambda _: None,
 ) -> _Read:
-    """Return what `read` does; a board that does not answer is asked again.
+    """Return the result of `read`; ask a board that does not answer again.
 
-    An API server that restarts, storage that fails over, or thousands who ask at once are no
-    reason to end anything.
+    An API server that restarts, storage that fails over, or thousands who ask at once end nothing.
 
     Args:
         read: reads a board.
         mono: monotonic seconds.
         wait: waits so many seconds; a true answer: give up now.
-        for_s: seconds after which it is not asked again.
-        on_error: called each time before it is asked again.
+        for_s: how long to ask again.
+        on_error: called before each repetition.
 
     Raises:
-        OSError: it cannot be read: at once where trying again is of no use (it is forbidden, or
-            not there).
-        ValueError: as `read`.
+        OSError: it cannot be read; at once if it is forbidden or missing.
+        ValueError: of `read`.
     """
     deadline = mono() + for_s
     while True:
@@ -253,16 +275,16 @@ def update(
 ) -> BoardState | None:
     """Apply `change` to the newest state and publish the result; again on a conflict.
 
-    `change` must be pure and idempotent: it may run several times, and, where a
-    storage error hid a success, on a state that already has the change in it. It
-    returns its argument unchanged when there is nothing to write.
+    `change` must be pure and idempotent: it may run several times and, where a storage error hid a
+    success, on a state that already has the change. It returns its argument where there is nothing
+    to write.
 
     Returns:
-        The state that is on the board now, or None when `change` gave up.
+        The state now on the board; None: `change` gave up.
 
     Raises:
         OSError: the storage behind the board is unreachable.
-        ValueError: the board was written by a version this one cannot read.
+        ValueError: this version cannot read the board.
         BoardBusyError: `attempts` conflicts in a row.
     """
     current = board.get_state()

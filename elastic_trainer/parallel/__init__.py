@@ -1,1 +1,1 @@
-"""Cutting the model over ranks: the mesh, and one module an axis."""
+"""Cuts the model over ranks."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,13 +19,13 @@ from torch.utils.checkpoint import (
 )
 
 from elastic_trainer.model.decoder import CausalAttention, Decoder, ModelError, initial_rows
+from elastic_trainer.model.mixture import Experts
 from elastic_trainer.parallel.context import GatheredAttention
-from elastic_trainer.parallel.experts import SplitExperts, split_experts
-from elastic_trainer.parallel.float8 import use_float8
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 from elastic_trainer.state.state import clean_name
 from elastic_trainer.worker.torch_private import (
+    all_to_all_single_autograd,
     checkpoint_wrapper,
     compute_local_shape_and_global_offset,
 )
@@ -66,7 +67,7 @@ def parallelize(
             use_float8(block, emulated=meshes.fsdp.device_type == "cpu")
     if meshes.ep is not None:
         for block in stage.layers.values():
-            split_experts(block, meshes.ep)
+            _split_experts(block, meshes.ep)
     if meshes.tp is not None:
         apply_tensor_parallel(stage, meshes.tp)
     for name, block in stage.layers.items():
@@ -79,6 +80,77 @@ def parallelize(
         if compile_blocks:
             block.compile(fullgraph=True)
     _shard(stage, meshes, precision)
+
+
+def use_float8(block: nn.Module, *, emulated: bool) -> None:
+    """Put torchao's float8 linears in place of `block`'s; before TP and FSDP are applied.
+
+    Each product takes its two factors in float8 (e4m3, gradients e5m2), with one scale a tensor
+    that is computed each time ("tensorwise" of torchao, its fastest), and gives bf16. Parameters,
+    their names, what FSDP gathers and what is saved stay as they are.
+
+    Args:
+        block: a layer, on any device.
+        emulated: round as float8 does and multiply in fp32, for devices without such products.
+
+    Raises:
+        ModelError: HF333 torchao cannot be imported.
+    """
+    # Not with the trainer's imports: it counts devices, which initialises the driver (preload.py).
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ModelError(
+            "HF333",
+            f"train.float8 needs torchao, which cannot be imported on this node ({error}): "
+            "pip install 'holdfast-ml[float8]', or set train.float8: false",
+        ) from error
+    convert_to_float8_training(block, config=Float8LinearConfig(emulate=emulated))
+
+
+class SplitExperts(Experts):
+    """This rank's of `experts`, under their numbers; tokens go to their expert's rank and back.
+
+    Groups lie inside dp_shard: all of an expert's gradient is on the ranks that keep it, and FSDP
+    sums it over those.
+
+    Args:
+        experts: all of them; as many for each rank of `mesh`.
+        mesh: of the ranks among which they are split.
+    """
+
+    def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
+        each = len(experts) // mesh.size()
+        first = each * mesh.get_local_rank()
+        mine = list(experts.items())[first : first + each]
+        super().__init__(dict(mine))
+        self._group, self._size = mesh.get_group(), mesh.size()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return len(self) * self._size
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows (R, D), sorted by expert, to their experts' outputs (R, D)."""
+        came = torch.empty_like(counts)  # (rank it is from, expert)
+        dist.all_to_all_single(came, counts, group=self._group)
+        came = came.view(self._size, -1)
+        out_rows, in_rows = (each.view(self._size, -1).sum(1).tolist() for each in (counts, came))
+        there = all_to_all_single_autograd(rows, in_rows, out_rows, self._group)
+        numbers = torch.arange(len(self), device=rows.device).repeat(self._size)
+        order = numbers.repeat_interleave(came.flatten()).argsort(stable=True)
+        done = super().compute(there[order], came.sum(0))[order.argsort()]
+        back: Tensor = all_to_all_single_autograd(done, out_rows, in_rows, self._group)
+        return back
+
+
+def _split_experts(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave in `block`, on the meta device, this rank's experts of every mixture."""
+    for parent in list(block.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Experts):
+                setattr(parent, name, SplitExperts(child, mesh))
 
 
 def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from elastic_trainer.plan.config import NumbersSection
 
@@ -120,21 +120,6 @@ class AnomalyRecord:
         newest = max((skip.last for skip in self.skips), default=0)
         keep_from = min(oldest_step, newest - BUDGET_STEPS)
         return replace(self, skips=tuple(s for s in self.skips if s.last > keep_from))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for the board."""
-        return {
-            "skips": [[skip.first, skip.last] for skip in self.skips],
-            "voids": [[void.epoch, void.step] for void in self.voids],
-        }
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> AnomalyRecord:
-        """Invert `to_dict`."""
-        return cls(
-            tuple(Skip(*pair) for pair in raw.get("skips", ())),
-            tuple(Void(*pair) for pair in raw.get("voids", ())),
-        )
 
 
 @dataclass(frozen=True, slots=True)

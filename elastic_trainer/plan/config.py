@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.models import ModelShape, option, raw_of, says, shape_of
-from elastic_trainer.storage.typed import check_types, parse_json
+from elastic_trainer.storage.typed import build, parse_json
 
 TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
 METRICS_TARGETS: Final = "targets.json"
@@ -345,30 +345,8 @@ class TrainConfig:
                 f"job.json has version {version!r:.40}; this holdfast reads "
                 f"{JOB_JSON_VERSION}: render the job again with the installed version"
             )
-        train = dict(raw["train"])
-        train["optimizer"] = OptimizerConfig(**train["optimizer"])
-        network = dict(raw["network"])
-        network["copy_interfaces"] = tuple(network.get("copy_interfaces", ()))
-        config = cls(
-            **{
-                **raw,
-                "model": shape_of(raw["model"]),
-                "ladder": Ladder.from_ranges(raw["ladder"]),
-                "train": TrainSection(**train),
-                "data": DataSection(**raw["data"]),
-                "checkpoint": CheckpointSection(**raw["checkpoint"]),
-                "elastic": ElasticSection(**raw["elastic"]),
-                "network": NetworkSection(**network),
-                "command": tuple(words) if (words := raw.get("command")) else None,
-                "track": tuple(names) if (names := raw.get("track")) else None,
-                "numbers": NumbersSection(**raw.get("numbers", {})),
-                "validation": ValidationSection(**v) if (v := raw.get("validation")) else None,
-                "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
-                "code": CodeSection(**code) if (code := raw.get("code")) else None,
-            }
-        )
-        check_types(config)
-        return config
+        made = {"model": shape_of(raw["model"]), "ladder": Ladder.from_ranges(raw["ladder"])}
+        return build(cls, {**raw, **made})
 
 
 def _changed(section: ElasticSection | NetworkSection | NumbersSection) -> dict[str, Any]:

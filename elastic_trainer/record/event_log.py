@@ -1,4 +1,4 @@
-"""Appends events to a run directory: one file per writer, one line per event."""
+"""Appends events to a run directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from elastic_trainer.storage.write_behind import WriteBehind
 
 
 class EventLog:
-    """An append-only file `events/<writer>.jsonl` of its own for each writer.
+    """The file `events/<writer>.jsonl`, one line an event; writers share none (see `WriteBehind`).
 
-    Appends of several clients to one file corrupt it on NFS, so nobody shares.
-    A full, lost or frozen disk never stops the writer: `failed` counts what was dropped, and
-    `storage.stalled` says afterwards for how long nothing could be written.
+    A full, lost or frozen disk never stops the writer: `failed` counts dropped events, and
+    `storage.stalled` says afterwards how long nothing could be written.
     """
 
     def __init__(
@@ -38,10 +37,9 @@ class EventLog:
         self.epoch = epoch
 
     def apart(self, topic: str) -> EventLog:
-        """Return a log of the same worker in a file of its own, for what must be found quickly.
+        """Return a log of the same worker in another file, for rare events.
 
-        Readers look at the ends of files: what happens once an hour would be far from the end of
-        one that has every step.
+        Readers look at the ends of files, where every step would bury them.
         """
         return EventLog(
             self._run_dir,
@@ -55,17 +53,17 @@ class EventLog:
 
     @property
     def failed(self) -> int:
-        """Events that were dropped."""
+        """Events dropped."""
         return self._file.failed
 
     def emit(
         self, event: str, *, step: int | None = None, epoch: int | None = None, **fields: Any
     ) -> None:
-        """Append one event; the time is now. Storage that stalls is not waited for."""
+        """Append an event of now; storage that stalls is not waited for."""
         self._file.put(self._line(event, step, epoch, fields))
 
     def emit_later(self, event: str, epoch: int | None, fields: dict[str, Any]) -> None:
-        """Append one event, for a thread that answers peers: no storage is waited for at all."""
+        """Append an event for a thread that answers peers, which waits for no storage at all."""
         self._file.put(self._line(event, None, epoch, fields), wait=False)
 
     def _line(
@@ -87,9 +85,8 @@ class EventLog:
         )
 
     def _stalled(self, seconds: float, held_back: int) -> None:
-        """Say that the storage of the record stood still."""
         self.emit("storage.stalled", seconds=round(seconds, 3), held_back=held_back)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Give what is not written yet a moment, and close the file; a later emit opens it."""
+        """Give unwritten events a moment, and close the file; a later emit opens it again."""
         self._file.close(timeout_s)

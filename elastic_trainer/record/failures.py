@@ -13,9 +13,9 @@ from elastic_trainer.record.signatures import Rank, Remedy, Signature, in_line
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-"""The agent's own fault."""
+"""The agent failed."""
 EXIT_SAVED = 91
-"""Stopped on request, saved or left at an older checkpoint of its own: requeue me."""
+"""Stopped on request, saved or at an older checkpoint: requeue me."""
 EXIT_TOO_FEW_NODES = 92
 EXIT_DO_NOT_RESTART = 93
 """A user or config error, or a crash that would come back."""
@@ -27,14 +27,14 @@ class Kind(enum.StrEnum):
 
     NODE_LOST = "node_lost"
     KILLED = "killed"
-    """A worker died of a signal nobody of us sent."""
+    """A worker died of a signal that Holdfast did not send."""
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
     CRASH = "crash"
-    """A worker ended with an error of its own: an exception, an exit code."""
+    """A worker ended with an exception or an exit code."""
     FAULT = "fault"
-    """The processor or the device stopped a worker (SIGSEGV, "CUDA error: unknown error"): either
-    the program is wrong or the machine."""
+    """The processor or the device stopped a worker (SIGSEGV, "CUDA error: unknown error"): the
+    program is wrong, or the machine."""
     COLLATERAL = "collateral"
     """A worker failed because a peer did (connection reset, time-out in a collective)."""
     USER_ERROR = "user_error"
@@ -84,8 +84,8 @@ _BY_TEXT: Final = (
     Kind.SERVICE,
     Kind.FAULT,
 )
-"""What a text can say of a worker's end, the first that it says counts: a bad node makes any
-error look like another. Of other kinds of the table a worker that says so has crashed."""
+"""Kinds that a text can show; the first found counts, for a bad node makes any error look like
+another. A worker whose text shows another kind of the table has crashed."""
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
@@ -102,7 +102,7 @@ _BOILERPLATE = re.compile(
     r"|\. This is typically caused by .*"
     r"|\s*Exception raised from .* at \S+\.(?:cc|cpp|cu|h):\d+ \(most recent call first\)(?s:.*)"
 )
-"""Where in torch's or gloo's build a message came from, and their general advice."""
+"""Places in the source of torch or gloo, and their general advice."""
 
 
 _DUMP = re.compile(
@@ -112,8 +112,8 @@ _DUMP = re.compile(
     r"|  File \".*\", line (?:\d+|\?\?\?) in |  Binary file \"|  \.\.\.$|  <|frame #\d+: "
     r"|--- \S+ epoch \d+ rank .* ---$)"
 )
-"""Lines of faulthandler (Python 3.11 to 3.14), which a worker's end by a signal writes, and of
-torch's C++ stacks; and the zygote's at the start of each log."""
+"""Lines of faulthandler (Python 3.11 to 3.14), written when a signal ends a worker, of torch's C++
+stacks, and of the zygote at the start of each log."""
 
 _ABORT = re.compile(
     r"^(?:terminate called after throwing an instance of '(?P<type>.+)'"
@@ -128,7 +128,7 @@ _ABORT = re.compile(
 
 
 def without_dumps(log_tail: str) -> str:
-    """Return the lines of a log that tell why, not where: without stacks of an end by a signal."""
+    """Return a log without the stacks that faulthandler writes."""
     return "\n".join(line for line in log_tail.splitlines() if not _DUMP.match(line))
 
 
@@ -140,25 +140,21 @@ def classify(
     log_tail: str = "",
     at_start: bool = False,
 ) -> Failure:
-    """Say what the end of a failed worker means.
+    """Return what the end of a failed worker means.
 
     Args:
-        code: exit code; None when a signal ended the worker.
-        signal: number of that signal; None otherwise.
-        record: content of the error file, in torchelastic's format, if one was written.
+        code: exit code; None where a signal ended the worker.
+        signal: number of that signal.
+        record: content of the error file, in torchelastic's format, if it was written.
         log_tail: last lines of the worker's log of this epoch, and of the kernel's where known.
         at_start: the worker had not completed a step of this epoch.
-
-    Returns:
-        The node's fault before the user's, the user's before a peer's: a bad node makes
-        any error look like another.
     """
     assert (code is None) != (signal is None), f"code {code}, signal {signal}"
     if code is not None and code > 128 and code - 128 in set(signals.Signals):
         signal, code = code - 128, None  # a shell in between reports signals this way
     log_tail = without_dumps(_RANK_PREFIX.sub("", log_tail))
     message = _message_of(record) or _last_exception(log_tail)
-    # With a record the log says nothing more; warnings in it must not decide.
+    # A record says all; warnings in the log must not decide.
     text = message if record else log_tail
     by_text = _by_text(message, text, at_start=at_start)
     if code == EXIT_DO_NOT_RESTART:
@@ -195,13 +191,13 @@ def signature(detail: str) -> str:
 
 
 def names_an_error(detail: str) -> bool:
-    """Whether `detail` is an exception's own words, and not just how a process ended."""
+    """Whether `detail` has the words of an exception, not only how a process ended."""
     return _NAMES_AN_ERROR.match(detail) is not None
 
 
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
-    # What follows an exception's line is of it; before it there may be warnings, and only what no
-    # program says counts.
+    # Lines after the exception's belong to it; before it may be warnings, so only the machine's
+    # own words count there.
     before, said = text, ""
     if not message:
         before, said = "", text
@@ -294,12 +290,10 @@ def _last_exception(log_tail: str) -> str:
 
 
 def _abort_reason(log_tail: str) -> str:
-    """Return what was said last of those that abort a process; empty: none has said anything."""
-    all_found = list(_ABORT.finditer(log_tail))
-    if not all_found:
-        return ""
-    found = all_found[-1]
-    return found["said"] or ": ".join(filter(None, (found["type"], found["what"])))
+    """Return the last words before an abort; empty: none."""
+    for found in reversed(list(_ABORT.finditer(log_tail))):
+        return found["said"] or ": ".join(filter(None, found.group("type", "what")))
+    return ""
 
 
 def _last_line(text: str) -> str:
@@ -308,8 +302,7 @@ def _last_line(text: str) -> str:
 
 def _of_memory(text: str) -> str:
     """Return the first line that says that memory ran out; empty: none does."""
-    lines = text.splitlines()
-    of_memory = (
-        line for line in lines if any(each.kind == Kind.OUT_OF_MEMORY for each in in_line(line))
-    )
-    return next(of_memory, "")
+    for line in text.splitlines():
+        if any(each.kind == Kind.OUT_OF_MEMORY for each in in_line(line)):
+            return line
+    return ""

@@ -1,7 +1,7 @@
-"""torch's flight recorder: how far a rank has come in the collectives of each process group. Pure.
+"""Reads torch's flight recorder: a rank's progress in the collectives of its process groups. Pure.
 
-A collective of a group has a number, the same on all its ranks. On an accelerator the host runs
-ahead: in a standstill all ranks' hosts wait at the same place, and only these numbers differ.
+A collective of a group has the same number on all ranks. On an accelerator the host runs ahead: in
+a standstill all hosts wait at the same place, and only these numbers differ.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any, Final
 from elastic_trainer.storage.typed import parse_json
 
 Front = tuple[int, int]
-"""Numbers of a group's newest collectives that are completed, and that are begun, 0 for none.
+"""Numbers of a group's newest completed and newest begun collective; 0: none.
 
-Begun is what the device has started; where the recorder does not tell that, what the host has
-enqueued. A rank is in a collective that has begun and is not completed. They compare in this order.
+Begun means started by the device or, where the recorder does not tell, enqueued by the host. A rank
+is in a collective that has begun and is not completed. Fronts compare in this order.
 """
 EXCHANGE: Final = "send/recv"
-"""Stands for a group where a send or receive has begun and is not completed: (0, 1). Ranks do not
-make the same ones, so their numbers do not compare."""
+"""In place of a group, with the front (0, 1): a send or receive has begun and is not completed.
+Ranks make different ones, so their numbers do not compare."""
 
 
 def fronts_of(dump: bytes) -> dict[str, Front]:
     """Return group name -> front, from a dump in the format of torch's FlightRecorder.hpp.
 
-    NCCL's recorder is dumped by `_dump_nccl_trace_json`, gloo's by `_dump_fr_trace_json`. From the
-    entries and not from `pg_status`, which has each process's own numbers for groups, and counts
-    sends and receives too: two ranks of a pipeline do not make as many. Batches of those take
+    NCCL's recorder is dumped by `_dump_nccl_trace_json`, gloo's by `_dump_fr_trace_json`. Entries
+    count, not `pg_status`, which numbers groups differently in each process and counts sends and
+    receives too, of which two ranks of a pipeline make different numbers. Batches of those take
     numbers of collectives (torch/distributed/flight_recorder/components/builder.py), so a group
     with any has no front. gloo's entries stay `scheduled`, and are `retired` at their end. NCCL's
     tell that they have started only with TORCH_NCCL_ENABLE_TIMING.
@@ -46,7 +46,7 @@ def fronts_of(dump: bytes) -> dict[str, Front]:
             if begun and not done:
                 fronts[EXCHANGE] = 0, 1
         elif _group(entry) not in exchanges:
-            # What the ring buffer holds no more was before the first that it holds.
+            # The ring buffer has dropped what was before its first.
             before = fronts.get(_group(entry), (number - 1, number - 1))
             fronts[_group(entry)] = (
                 max(before[0], number if done else 0),
@@ -60,7 +60,7 @@ def _group(entry: Mapping[str, Any]) -> str:
 
 
 def _exchanges(entry: Mapping[str, Any]) -> bool:
-    """Return whether it is a send or receive, or a batch, whose members have no state."""
+    """Return whether it is a send or receive, or a batch of them, whose members have no state."""
     return entry["is_p2p"] or str(entry.get("profiling_name", "")).endswith(":coalesced")
 
 

@@ -1,4 +1,4 @@
-"""What the ledger says of a run: was every sample consumed, and once? Pure."""
+"""Audits the ledger of a run: was every sample consumed exactly once? Pure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ _MAX_SAMPLES: Final = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class LedgerAudit:
-    """The account of the steps that led to the final state."""
+    """The account of the effective history: the steps that led to the final state."""
 
     steps: int
-    """Steps in the effective history."""
     lost: int
-    """Samples of these steps that no rank consumed."""
+    """Samples that no rank consumed."""
     repeated: int
-    """Extra times that samples of these steps were consumed."""
+    """Extra times that samples were consumed."""
     steps_redone: int
-    """Steps that were executed again after a restore; their first execution did not count."""
+    """Steps executed again after a restore; their first execution does not count."""
 
 
 def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> LedgerAudit:
     """Account for every sample of the effective history.
 
-    Epochs count in order; one that resumed at step s takes back what earlier ones did
-    after s. A step counts once all ranks of its epoch have written it: a step that a
-    death cut short on some ranks was never committed.
+    Epochs count in order; one that resumed at step s takes back later steps of earlier epochs. A
+    step counts once all ranks of its epoch have written it: one that a death cut short on some
+    ranks was never committed.
 
     Args:
         files: the lines of each ledger file.
-        global_batch: samples per step.
-        start_step: the step whose state the run started from, 0 for a fresh one.
+        global_batch: samples a step.
+        start_step: whose state the run started from; 0: a fresh run.
     """
     epochs: dict[int, _Epoch] = {}
     for lines in files:
@@ -59,7 +58,7 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
         for start, stop in history[step]:
             for sample in range(start, stop):
                 seen[sample] = seen.get(sample, 0) + 1
-        lost += sum(1 for sample in range(first, last) if sample not in seen)
+        lost += sum(sample not in seen for sample in range(first, last))
         repeated += sum(n - 1 if first <= s < last else n for s, n in seen.items())
     return LedgerAudit(steps=len(history), lost=lost, repeated=repeated, steps_redone=redone)
 
@@ -72,7 +71,7 @@ class _Epoch:
 
 
 def _is_entry(entry: Any, *, is_first: bool) -> bool:
-    """Return whether a line is one of a ledger: its file's epoch, and then steps."""
+    """Return whether a line belongs into a ledger: first the epoch, then steps."""
     if not isinstance(entry, dict):
         return False
     if "epoch" in entry or is_first:
@@ -98,5 +97,5 @@ def _read(lines: Iterable[str], epochs: dict[int, _Epoch]) -> None:
             epoch = epochs.setdefault(entry["epoch"], _Epoch(entry["resume_step"], 0, {}))
             epoch.num_files += 1
         else:
-            assert epoch is not None, "as _is_entry has seen"
+            assert epoch is not None
             epoch.steps.setdefault(entry["step"], []).append(entry["samples"])

@@ -1,7 +1,7 @@
-"""How far a script has shown that it got, and whether it goes on from there after a restart.
+"""A script's progress: the newest step it has shown, and whether a restart continues from there.
 
-One file of events for each node that spoke for it. The rule is in docs/scripts.md; decisions are
-pure.
+Each node that speaks for a script has a file of events. The rule is in docs/scripts.md; decisions
+are pure.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from elastic_trainer.record.events import Event
 WRITER: Final = "script-"
 """A node's name follows: `events/script-<node>.jsonl`."""
 FEW_STEPS: Final = 5
-"""A restart that goes back by fewer steps is not said to be one from scratch."""
+"""A restart that goes back by fewer steps is not one from scratch."""
 MOST_FROM_SCRATCH: Final = 2
-"""So many restarts from scratch in a row, and the job ends."""
+"""The job ends with so many restarts from scratch in a row."""
 _TAIL_BYTES: Final = 4096
-"""Some events: storage that stood still is reported among the steps."""
+"""Some events: stalls of the storage are reported among the steps."""
 
 
 class StepSource(enum.IntEnum):
-    """What a script's steps are known by; of several the highest counts."""
+    """How a script's steps are known; the highest of several counts."""
 
     NONE = 0
     UNSURE = 1
-    """Counted, but nothing tells which step of the training the first of them was: an optimizer
-    that does not count itself, or one after the other."""
+    """Counted, but nothing tells which step of the training was the first: an optimizer that does
+    not count itself, or several in turn."""
     OPTIMIZER = 2
-    """Counted, and the optimizer's own state says how many steps it had done."""
+    """Counted, and the optimizer's state says how many steps it had done."""
     SCRIPT = 3
     """`holdfast.progress`."""
     OUTPUT = 4
-    """The output, by --progress-pattern."""
+    """By --progress-pattern."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +47,21 @@ class Shown:
     step: int
     """The newest."""
     first: int
-    """With which it began."""
     source: StepSource
     origin: int
-    """With which the run began, by the same source."""
+    """First step of the run, by the same source."""
     from_scratch: int = 0
     """Restarts in a row that began there again."""
 
     def to_fields(self) -> dict[str, Any]:
-        """Return what `script.progress` says beside the step."""
+        """Return the fields of `script.progress` besides the step."""
         by = self.source.name.lower()
         fields = {"first": self.first, "by": by, "origin": self.origin}
         return {**fields, "from_scratch": self.from_scratch} if self.from_scratch else fields
 
     @classmethod
     def of(cls, event: Event) -> Shown:
-        """Invert `to_fields`; what an event lacks is not known."""
+        """Read an event; missing fields are unknown."""
         fields, step = event.fields, event.step or 0
         by = str(fields.get("by", "")).upper()
         return cls(
@@ -77,21 +76,22 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """With which step a script began again."""
+    """How a script began again."""
 
     first: int
+    """Its first step."""
     newest: int
-    """The newest step that the epoch before had shown."""
+    """Newest step of the epoch before."""
     redone: int | None
-    """Steps that it does again; None: nothing tells."""
+    """Steps done again; None: unknown."""
     from_scratch: int
-    """Restarts from scratch in a row, this one included; 0: it is none."""
+    """Restarts from scratch in a row, with this one; 0: it continues."""
     now: Shown
     """What to compare the next restart with."""
 
 
 def begun(before: Shown | None, now: Shown) -> Shown:
-    """Return `now` with the run's origin, where the epoch before was known by the same source."""
+    """Return `now` with the run's origin, where both epochs have the same source."""
     if before is None or before.source is not now.source:
         kept = before.from_scratch if before is not None else 0
         return replace(now, origin=now.first, from_scratch=kept)
@@ -99,10 +99,10 @@ def begun(before: Shown | None, now: Shown) -> Shown:
 
 
 def restart(before: Shown | None, now: Shown) -> Restart | None:
-    """Compare an epoch's first step with what the one before has shown; None: nothing compares.
+    """Compare an epoch's first step with the epoch before; None: they do not compare.
 
-    From scratch is a restart that begins where the run began, or before, FEW_STEPS or more behind
-    the newest step. Steps by different sources are not compared.
+    A restart is from scratch if it begins where the run began, or before, FEW_STEPS or more behind
+    the newest step. Steps of different sources do not compare.
     """
     if before is None or before.source is not now.source or now.source is StepSource.NONE:
         return None
@@ -122,7 +122,7 @@ def restart(before: Shown | None, now: Shown) -> Restart | None:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Return the step that the script of a run has shown last, in any attempt; None: none.
+    """Return the newest step that a run's script has shown, in any attempt; None: none.
 
     Raises:
         OSError: the record cannot be read.
@@ -132,7 +132,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 
 def newest_shown(run_dir: Path) -> Shown | None:
-    """Return what the script of a run has shown last, in any attempt; None: nothing.
+    """Return what a run's script has shown last, in any attempt; None: nothing.
 
     Raises:
         OSError: the record cannot be read.
@@ -150,7 +150,7 @@ def newest_shown(run_dir: Path) -> Shown | None:
 
 
 def _tail(path: Path) -> list[str]:
-    """Return the last lines of a file; the first and the last may be torn."""
+    """Return the last lines of a file; the outer two may be torn."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace").splitlines()

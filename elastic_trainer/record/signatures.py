@@ -1,7 +1,7 @@
-"""The table of signatures: what a line of a log says went wrong. Pure.
+"""Signatures: which failure a line of a log shows. Pure.
 
-`signatures.toml` is the one place that classifies. The agent's attribution (`failures.py`),
-`holdfast doctor` and the runbooks read it.
+`signatures.toml` alone classifies: for the agent's attribution (`failures.py`), `holdfast doctor`
+and the runbooks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Final
+from typing import Any
 
 
 class Rank(enum.IntEnum):
-    """How much a signature tells about the root cause; the least is the nearest to it."""
+    """How near a signature is to the root cause; the least is the nearest."""
 
     MACHINE = 0
-    """Said by the kernel or a daemon: no program uses these words."""
+    """Words of the kernel or a daemon, which no program uses."""
     CAUSE = 1
     """Names what broke."""
     ERROR = 2
@@ -67,7 +67,7 @@ class FailureClass:
 
     @property
     def runbook(self) -> str:
-        """Return where it is described in the repository."""
+        """Path of its page in the repository."""
         return f"docs/runbooks/{self.name}.md"
 
 
@@ -83,29 +83,14 @@ class Signature:
     rank: Rank
     kind: str
     """Value of `failures.Kind`: what it is to the agent."""
-    quiet: bool
-    """It counts on lines logged as information or warning too."""
-    lasting: bool
-    """It counts though training goes on after it."""
-    at_start: bool
-    """`kind` holds for a worker that has not completed a step; later it has crashed."""
-    whole: bool
-    """Our own exception, which quotes others: its kind is that of the whole message."""
-
-
-_OF_A_SIGNATURE: Final = {
-    "pattern",
-    "why",
-    "action",
-    "source",
-    "rank",
-    "kind",
-    "quiet",
-    "lasting",
-    "at_start",
-    "whole",
-}
-_NEVER: Final = re.compile(r"(?!)")
+    quiet: bool = False
+    """Counts on lines logged as information or warning too."""
+    lasting: bool = False
+    """Counts though training continues after it; by default where the rank is MACHINE."""
+    at_start: bool = False
+    """`kind` holds until the worker has completed a step; later it has crashed."""
+    whole: bool = False
+    """An exception of ours that quotes others: its kind is that of the whole message."""
 
 
 @functools.cache
@@ -114,9 +99,7 @@ def classes() -> Mapping[str, FailureClass]:
     names = ("title", "summary", "why", "fix", "source")
     return {
         name: FailureClass(
-            name=name,
-            action=Remedy(raw["action"]),
-            **{each: raw[each] for each in names},
+            name=name, action=Remedy(raw["action"]), **{each: raw[each] for each in names}
         )
         for name, raw in _table().items()
     }
@@ -125,26 +108,19 @@ def classes() -> Mapping[str, FailureClass]:
 @functools.cache
 def signatures() -> Sequence[Signature]:
     """Return all signatures, in the order of the table."""
-    found = []
+    known, found = Signature.__dataclass_fields__, []
     for name, raw in _table().items():
         for own in raw.get("of", ()):
-            assert set(own) <= _OF_A_SIGNATURE, f"{name}: {sorted(set(own) - _OF_A_SIGNATURE)}"
+            assert own.keys() < known.keys(), f"{name}: {sorted(own.keys() - known.keys())}"
             has = {**raw, **own}
-            found.append(
-                Signature(
-                    of=classes()[name],
-                    pattern=re.compile(has["pattern"], re.MULTILINE),
-                    why=has["why"],
-                    action=Remedy(has["action"]),
-                    source=has["source"],
-                    rank=Rank[has["rank"].upper()],
-                    kind=has["kind"],
-                    quiet=has.get("quiet", False),
-                    lasting=has.get("lasting", has["rank"] == "machine"),
-                    at_start=has.get("at_start", False),
-                    whole=has.get("whole", False),
-                )
-            )
+            has.setdefault("lasting", has["rank"] == "machine")
+            has |= {
+                "of": classes()[name],
+                "pattern": re.compile(has["pattern"], re.MULTILINE),
+                "action": Remedy(has["action"]),
+                "rank": Rank[has["rank"].upper()],
+            }
+            found.append(Signature(**{each: has[each] for each in known if each in has}))
     return found
 
 
@@ -160,11 +136,11 @@ def in_line(line: str) -> list[Signature]:
 
 
 def signature_of(kind: str, detail: str) -> Signature:
-    """Return what a failure that the agents recorded is: of its words, else of its kind.
+    """Return the signature of a recorded failure, by its words or else its kind.
 
     Args:
         kind: value of `failures.Kind`.
-        detail: what the worker or the agent said.
+        detail: words of the worker or the agent.
     """
     found = [each for line in detail.splitlines() for each in in_line(line)]
     return min([*found, _of_kind(kind)], key=lambda each: each.rank)
@@ -177,14 +153,10 @@ def _of_kind(kind: str) -> Signature:
     raw, of = _table()[name], classes()[name]
     return Signature(
         of=of,
-        pattern=_NEVER,
+        pattern=re.compile(r"(?!)"),  # matches nothing
         why=of.why,
         action=of.action,
         source=of.source,
         rank=Rank[raw["rank"].upper()],
         kind=kind,
-        quiet=False,
-        lasting=False,
-        at_start=False,
-        whole=False,
     )

@@ -17,13 +17,13 @@ from elastic_trainer.board.state import (
     BoardBusyError,
     BoardState,
     Commit,
+    Origin,
     Training,
     ask_patiently,
     update,
 )
 from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import Collective, StepFailedError
 from elastic_trainer.state.manifest import with_final, with_origin
 from elastic_trainer.state.memory import MemoryTier

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint, names of directories, and which directories stay. Pure.
+"""The manifest of a checkpoint, names of directories, and which of them stay. Pure.
 
-A directory counts only once a swap of the board has put a Commit with its manifest's digest there.
+A directory is only data. It counts once a swap of the board has put a Commit
+with the digest of its manifest there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic_trainer.board.state import BoardState, Commit, Training
+from elastic_trainer.board.state import BoardState, Commit, Origin, Training
 from elastic_trainer.plan.models import ModelShape, raw_of, shape_of
-from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.errors import FencedError
-from elastic_trainer.storage.typed import check_types, parse_json
+from elastic_trainer.storage.typed import build, parse_json
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -35,7 +35,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`manifest.json`: all that is needed to trust and continue from a checkpoint."""
+    """`manifest.json`: all that is needed to trust and to continue from a checkpoint."""
 
     run_id: str
     epoch: int
@@ -44,11 +44,11 @@ class Manifest:
     consumed_samples: int
     """The data cursor: global sample indices below it have been trained on."""
     layout: str
-    """That wrote it; any layout can read it."""
+    """Text form of the layout that wrote it; informative, any layout can read it."""
     world_size: int
     files: Mapping[str, FileEntry]
     model: ModelShape | None = None
-    """None in early manifests."""
+    """Whose parameters they are; None in manifests of before it was written."""
     version: int = MANIFEST_VERSION
 
     def encode(self) -> bytes:
@@ -62,8 +62,8 @@ class Manifest:
         """Read manifest.json.
 
         Raises:
-            ValueError: another version wrote it, it is not a manifest, or it names files outside
-                its directory.
+            ValueError: it was written by a version this one cannot read, is no
+                manifest, or names files outside its directory.
         """
         value = parse_json(raw)
         version = value.get("version") if isinstance(value, dict) else None
@@ -73,13 +73,11 @@ class Manifest:
                 f"{MANIFEST_VERSION}: use the version that wrote it"
             )
         try:
-            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
             model = shape_of(value["model"]) if value.get("model") else None
-            manifest = cls(**{**value, "files": files, "model": model})
-        except (TypeError, KeyError, AttributeError) as error:
+        except TypeError as error:
             raise ValueError(f"it is not a manifest: {error}") from error
-        check_types(manifest)
-        if bad := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        manifest = build(cls, {**value, "model": model})
+        if bad := [name for name in manifest.files if "/" in name or name in ("", ".", "..")]:
             raise ValueError(f"manifest names {bad[0]!r}, which is not a plain file name")
         return manifest
 
@@ -90,7 +88,7 @@ def directory_name(step: int, epoch: int, attempt: int = 1) -> str:
 
 
 def parse_directory(name: str) -> tuple[int, int] | None:
-    """Return (step, epoch) of a checkpoint directory; None for any other name."""
+    """Return (step, epoch) of a directory of ours; None for any other name."""
     match = _DIRECTORY.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -112,13 +110,15 @@ def with_commit(
 ) -> BoardState:
     """Return the board's state with `commit` as the newest of at most `keep`.
 
-    `origin`, where the epoch began, goes with it: without it no state of the epoch would count.
-    Commits at or after its step are dropped: whoever trains that step again had found them
-    unusable. Idempotent, as `board.update` asks.
+    Where the epoch began (`origin`) goes with it: a state of an epoch of which that is not known
+    would not count.
+
+    Commits at or after its step are dropped: whoever trains that step again had
+    found them unusable. Idempotent, as `board.update` asks.
 
     Raises:
-        FencedError: the board is at another epoch, or the group has gone back to an older step
-            since.
+        FencedError: the board is at another epoch than the commit, or the group has
+            gone back to an older step since.
     """
     if state.epoch != commit.epoch:
         raise FencedError(f"fenced by epoch {state.epoch}")
@@ -143,7 +143,7 @@ def with_origin(
 
 
 def with_training(state: BoardState, training: Training) -> BoardState:
-    """Return the board's state with `training` replaced by name, or appended."""
+    """Return the board's state with `training` in place of what it says of that, or at the end."""
     if all(known.name != training.name for known in state.trainings):
         return dataclasses.replace(state, trainings=(*state.trainings, training))
     replaced = (training if known.name == training.name else known for known in state.trainings)
@@ -171,9 +171,10 @@ def superseded(
 ) -> tuple[list[str], list[str]]:
     """Return directories to remove, and those to keep for ever if they are complete.
 
-    The writer that has just committed in `epoch` calls it, so no save of this epoch is under way.
-    Directories of newer epochs stay, whose save may be under way, and names that are not ours. A
-    milestone at or after the newest commit's step belongs to a history that was given up.
+    Called by the writer that has just committed in `epoch`, so no save of this
+    epoch is under way. Directories of newer epochs are never touched: that save
+    may be under way. Names that are not ours are never touched. A milestone at or
+    after the newest commit's step belongs to a history that was given up.
     """
     commits = list(commits)
     committed = {commit.dir for commit in commits}

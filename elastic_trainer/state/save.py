@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elastic_trainer.board.state import Board, BoardBusyError, BoardState, Commit, update
-from elastic_trainer.record.lineage import Origin
+from elastic_trainer.board.state import Board, BoardBusyError, BoardState, Commit, Origin, update
 from elastic_trainer.state.collective import Collective, StepFailedError, describe
 from elastic_trainer.state.errors import SaveFailedError, UncertainError
 from elastic_trainer.state.manifest import FileEntry, Manifest, with_commit

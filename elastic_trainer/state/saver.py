@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.board.state import Board, Commit
+from elastic_trainer.board.state import Board, Commit, Origin
 from elastic_trainer.plan.config import CheckpointSection, StartFrom, TrainConfig
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.record.lineage import Origin
 from elastic_trainer.state.collective import FAILURES, Collective, describe
 from elastic_trainer.state.errors import SaveFailedError
 from elastic_trainer.state.manifest import Manifest

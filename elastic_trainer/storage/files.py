@@ -1,7 +1,7 @@
-"""Files on storage that others read and write at any time. Standard library only.
+"""Writes files on shared storage, complete or not at all, and reads those of others.
 
-They are complete or not at all. Temporary names cannot be foreseen, are made anew and are no links:
-who else may write into the directory can neither take them first nor lead a write elsewhere.
+Temporary names cannot be guessed, and are never links: others who may write into the directory can
+neither take them first nor lead a write elsewhere. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, Final
 from elastic_trainer.storage.typed import parse_json
 
 CLAIM_S: Final = 5.0
-"""Without hard links: whoever has the right to write a file has died if it takes so long."""
+"""Without hard links: the process with the right to write a file has died if it takes so long."""
 _POLL_S: Final = 0.02
 _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 """What file systems without hard links say, by their kind."""
 
 
 def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file that is not there yet; `durable`: it is on the disk on return.
+    """Write a new file; `durable`: it is on the disk on return.
 
     Raises:
-        FileExistsError: something, be it a link, has that name.
-        OSError: it cannot be written.
+        FileExistsError: the name is taken, perhaps by a link.
+        OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, 0o666)  # the umask decides
@@ -49,7 +49,7 @@ def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Name a temporary file in the directory of `path`; at the end it is removed."""
+    """Name a temporary file in the directory of `path`; remove it at the end."""
     temp = path.with_name(f".{path.name}-{secrets.token_hex(16)}")
     try:
         yield temp
@@ -59,7 +59,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file, complete or not at all; one that is there is replaced.
+    """Write or replace a file, complete or not at all.
 
     Raises:
         OSError: the folder cannot be written; nothing is left of the attempt.
@@ -76,18 +76,12 @@ def publish(
     link: Callable[[Path, Path], None] = os.link,
     claim_s: float = CLAIM_S,
 ) -> bool:
-    """Write a file, complete, on the disk, or not at all; return False if there was one already.
+    """Write a file to the disk, complete or not at all; return False if it was there already.
 
-    After a lost reply of NFS False may be said of this call's own: read it.
+    After a lost reply of NFS the file that was there may be this call's: read it.
 
     A file system without hard links holds a run only where board and secret are in Kubernetes
     (`storage_probe`). There the right to write goes to whoever makes an empty file (`_claimed`).
-
-    Args:
-        path: of the file.
-        content: of the file.
-        link: the publishing call; an argument for tests.
-        claim_s: see CLAIM_S.
 
     Raises:
         OSError: the folder cannot be written.
@@ -111,8 +105,8 @@ def _claimed(path: Path, temp: Path, claim_s: float) -> bool:
     """Rename `temp` to `path` if this call makes an empty file first; return whether it did.
 
     An empty file is complete at once, and O_EXCL gives it to one of many. The others wait for
-    `path`; if it does not come, its writer has died, and the next claim is free. Only one that is
-    halted for `claim_s` right before its rename can still replace what came after it.
+    `path`; if it does not come, its writer has died, and the next claim is free. Only a writer
+    halted for `claim_s` right before its rename can replace a later file.
     """
     for turn in itertools.count():
         claim = path.with_name(f".{path.name}.claim-{turn}")
@@ -132,7 +126,7 @@ def _claimed(path: Path, temp: Path, claim_s: float) -> bool:
 
 
 def _comes(path: Path, for_s: float) -> bool:
-    """Wait for a file that another process is about to write; return whether it came."""
+    """Wait for a file of another process; return whether it came."""
     deadline = time.monotonic() + for_s
     while not path.exists():
         if time.monotonic() >= deadline:
@@ -142,15 +136,12 @@ def _comes(path: Path, for_s: float) -> bool:
     return True
 
 
-# -- Looking things up on a file system that remembers what was not there
-
-
 def look_afresh(directory: Path) -> None:
     """Have the next look-ups in `directory` find what the server has by now.
 
-    Clients of NFS remember for 30 to 60 s (`acdirmin`, `acdirmax`) that a name was not there. To
-    open the directory is to ask the server for its attributes (close-to-open consistency, so not
-    with `nocto`), and once these have changed no absence that is remembered counts.
+    Clients of NFS remember for 30 to 60 s (`acdirmin`, `acdirmax`) that a name was absent. Opening
+    the directory asks the server for its attributes (close-to-open consistency, so not with
+    `nocto`); once these have changed, no remembered absence counts.
 
     A directory that cannot be opened passes: the look-up says why.
     """
@@ -158,16 +149,14 @@ def look_afresh(directory: Path) -> None:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-# -- Reads files that somebody else made: plain ones only, and no more of them than is sane
-# A pipe would block, a device never ends, and a link may lead to either.
-
+# --- files that somebody else made: a pipe would block, a device never ends -------------------
 
 MAX_JSON_BYTES: Final = 256 << 20
 """No JSON file of a run or a model is longer: job.json has 200 KB, a manifest 150 bytes a file."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a plain file, or a link to one, for reading.
+    """Open a plain file, or a link to one.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
@@ -194,35 +183,25 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         return file.read()
 
 
-# -- Files of a run that others may read at any time: complete or not at all. Needs no packag
-
-
-__all__ = ["check_output", "read_json", "write_atomic", "write_json"]
-
-
 def check_output(path: Path) -> None:
-    """Check that nothing but a plain file is where a user wants one written: no link above all.
+    """Refuse to write a user's file over a link, or over anything but a plain file.
 
     Raises:
-        OSError: there is something else.
+        OSError: `path` is a link, a folder or something else.
     """
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and where it leads is not written", str(path))
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EEXIST, "it is no regular file", str(path))
+        raise OSError(errno.EEXIST, "it is not a regular file", str(path))
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """Write an object as `write_atomic` does.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write an object by `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=indent) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an object; empty where there is none, or nothing that can be read."""
+    """Return the object in a file; empty where it cannot be read."""
     try:
         value = parse_json(read_regular(path))
     except (OSError, ValueError):
@@ -234,15 +213,13 @@ MEGATRON_PAIR: Final = (".bin", ".idx")
 
 
 def megatron_prefixes(path: Path) -> list[Path]:
-    """Return the prefixes of the Megatron datasets that `path` names.
-
-    A prefix, which may have dots, or one of its two files names one; a folder those it holds.
+    """Return the prefixes of the Megatron datasets at `path`: a prefix, one of its files, a folder.
 
     Raises:
         OSError: the folder cannot be read.
     """
     prefix = path.with_suffix("") if path.suffix in MEGATRON_PAIR else path
-    # The suffix is appended to a prefix: with_suffix would replace what follows its last dot.
+    # Appended: with_suffix would replace what follows the prefix's last dot.
     if any(Path(f"{prefix}{suffix}").is_file() for suffix in MEGATRON_PAIR) or not path.is_dir():
         return [prefix]
     return sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in MEGATRON_PAIR})

@@ -1,4 +1,4 @@
-"""Whether a directory's file system can hold a run; asked by the launcher and by every agent."""
+"""Checks whether a directory's file system can hold a run, for the launcher and every agent."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ def probe_storage(
     link: Callable[[Path, Path], None] = os.link,
     mounts: Path = Path("/proc/self/mountinfo"),
 ) -> None:
-    """See that files of `directory` keep owner and mode, and that hard links are exclusive.
+    """Check that files keep owner and mode, hard links are exclusive, and NFS is without nocto.
 
-    And that a client of NFS asks the server when something is opened (`look_afresh`).
-
-    The board's versions and the secret are published by `link`, which one of many succeeds with;
-    the secret is read only if it is this user's and nobody else's to read. Where both are in
-    Kubernetes (`is_data`) neither is asked for. A directory that cannot be written passes: whoever
-    writes next says why.
+    The board's versions and the secret are published by `link`, with which one of many succeeds;
+    the secret is read only if nobody but this user may read it. Where both are in Kubernetes
+    (`is_data`), only nocto is refused (`look_afresh`). A directory that cannot be written passes:
+    the next write says why.
 
     Raises:
         StorageError: HF617, what is missing, and what to use instead.

@@ -1,24 +1,27 @@
-"""Checks what comes out of JSON, and that it has the types its dataclass declares. Pure."""
+"""Builds dataclasses from JSON by the types of their fields, and checks these. Pure."""
 
 from __future__ import annotations
 
 import builtins
 import collections.abc
 import dataclasses
+import enum
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+_T = TypeVar("_T")
 
 
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text says.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply to be ours.
+        ValueError: it is not JSON, or nested too deeply to be ours.
     """
     try:
         return json.loads(text)
@@ -26,53 +29,119 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def check_types(record: Any) -> None:
-    """Refuse a dataclass with a field whose content is not of the declared type.
+def build(cls: type[_T], raw: Any) -> _T:
+    """Build a dataclass, and all in it, from what came out of JSON.
+
+    An object gives fields by name; an array gives them in order, unless they are keyword-only. A
+    class with a method `from_wire` reads itself. An instance of the class is checked and returned.
 
     Raises:
-        ValueError: names the field and shows the start of its content.
+        ValueError: names the field that is missing, unknown or of another type.
     """
-    cls: Any = type(record)
-    for name, fits in _fields_of(cls):
-        if not fits(getattr(record, name)):
-            raise ValueError(f"{cls.__name__}.{name} is {getattr(record, name)!r:.80}")
+    want: Any = cls
+    try:
+        built: _T = _builder(want)(raw)
+    except TypeError:
+        raise ValueError(f"not a {cls.__name__}: {raw!r:.80}") from None
+    return built
 
 
 @functools.cache
-def _fields_of(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple((spec.name, _fits(hints[spec.name])) for spec in dataclasses.fields(cls))
-
-
-@functools.cache
-def _fits(want: Any) -> Callable[[Any], bool]:
-    """Return the test whether a value is a `want`, for the types that messages are made of."""
-    inner = [_fits(part) for part in typing.get_args(want) if part is not ...]
+def _builder(want: Any) -> Callable[[Any], Any]:
+    """Return the function that makes a `want` of a value, or raises TypeError."""
+    args = typing.get_args(want)
+    inner = [_builder(arg) for arg in args if arg is not ...]
     match typing.get_origin(want):
+        case None:
+            return _SCALARS.get(want) or _class_builder(want)
         case types.UnionType:
-            return lambda value: any(fits(value) for fits in inner)
-        case builtins.tuple:
-            return lambda value: type(value) is tuple and all(map(inner[0], value))
+            return lambda value: _first(inner, value)
         case builtins.dict | collections.abc.Mapping:
-            return lambda value: (
-                type(value) is dict
-                and all(map(inner[0], value))
-                and all(map(inner[1], value.values()))
-            )
-    if dataclasses.is_dataclass(want) and isinstance(want, type):
-        return lambda value: (
-            isinstance(value, want)  # or of a subclass, which has fields of its own
-            and all(fits(getattr(value, name)) for name, fits in _fields_of(type(value)))
-        )
-    return _SCALARS.get(want) or (lambda value: type(value) is want)
+            key, item = inner
+            return lambda value: {key(k): item(v) for k, v in _of_type(value, dict).items()}
+    assert typing.get_origin(want) is tuple, want
+    if ... in args:
+        return lambda value: tuple(map(inner[0], _of_type(value, list, tuple)))
+    return lambda value: _pairwise(inner, _of_type(value, list, tuple))
 
 
-def _is_int(value: Any) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
+def _class_builder(want: type) -> Callable[[Any], Any]:
+    if dataclasses.is_dataclass(want):
+        return functools.partial(_record, want)
+    if issubclass(want, enum.Enum):
+        return want
+    if hasattr(want, "from_wire"):
+        return lambda value: value if isinstance(value, want) else want.from_wire(value)
+    return lambda value: _of_type(value, want)
 
 
-_SCALARS: Final[dict[Any, Callable[[Any], bool]]] = {
-    Any: lambda _: True,
-    float: lambda value: math.isfinite(value) if type(value) is float else _is_int(value),
-    int: _is_int,  # what fits into the fields of heartbeats and snapshots
+def _of_type(value: Any, *wanted: type) -> Any:
+    if type(value) not in wanted:
+        raise TypeError
+    return value
+
+
+def _first(makers: list[Callable[[Any], Any]], value: Any) -> Any:
+    for make in makers:
+        try:
+            return make(value)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _pairwise(makers: list[Callable[[Any], Any]], values: Any) -> tuple[Any, ...]:
+    if len(values) != len(makers):
+        raise TypeError
+    return tuple(make(value) for make, value in zip(makers, values, strict=True))
+
+
+def _record(cls: Any, value: Any) -> Any:
+    if isinstance(value, cls):
+        actual: Any = type(value)  # a subclass has fields of its own
+        _fields(actual, {name: getattr(value, name) for name in _makers(actual)})
+        return value
+    if type(value) is list and not any(spec.kw_only for spec in dataclasses.fields(cls)):
+        value = dict(zip(_makers(cls), value, strict=True))
+    made = _fields(cls, _of_type(value, dict))
+    try:
+        return cls(**made)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _fields(cls: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    makers, made = _makers(cls), {}
+    for name, value in raw.items():
+        try:
+            made[name] = makers[name](value)
+        except (TypeError, KeyError):
+            raise ValueError(f"{cls.__name__}.{name} is {value!r:.80}") from None
+    return made
+
+
+@functools.cache
+def _makers(cls: type) -> dict[str, Callable[[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    return {spec.name: _builder(hints[spec.name]) for spec in dataclasses.fields(cls)}
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise TypeError
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is not float:
+        return _int(value)
+    if not math.isfinite(value):
+        raise TypeError
+    return value
+
+
+_SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
+    Any: lambda value: value,
+    float: _float,
+    int: _int,  # what fits into the fields of heartbeats and snapshots
 }

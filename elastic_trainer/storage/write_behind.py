@@ -1,8 +1,7 @@
-"""Appends lines to a file on shared storage without ever waiting for that storage for long.
+"""Appends lines to a file on shared storage without waiting for that storage for long.
 
-A line is normally on the file when `put` returns, for whoever calls it may be killed next. Only
-when the storage does not answer the caller continues after a moment, and a thread writes what was
-held back once the storage is there again.
+A line is normally in the file when `put` returns, for the caller may be killed next. While the
+storage does not answer, lines are held back, and a thread writes them once it does.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 PATIENCE_S = 0.2
-"""How long `put` waits for storage that has answered so far; then not again until it does."""
+"""How long `put` waits for storage that answered before; then not again until it answers."""
 STALL_S = 1.0
-"""A write that takes longer is a stall, and reported."""
+"""A write that takes longer is reported as a stall."""
 RETRY_S = 0.5
 HELD_BYTES = 32 << 20
-"""More is not held back where lines may be dropped."""
+"""Held back at most, where lines may be dropped."""
 
 StallCallback = Callable[[float, int], None]
-"""`on_stall(seconds, held_back)`: the storage stood still for so long, so many lines waited."""
+"""`on_stall(seconds, lines held back)`."""
 
 
 class WriteBehind:
@@ -32,10 +31,10 @@ class WriteBehind:
 
     Args:
         path: of one writer alone: appends of several clients to one file corrupt it on NFS.
-        must_keep: a line that cannot be written (a full disk) is tried again until it can;
-            else it is dropped and counted in `failed`.
+        must_keep: try a line that cannot be written (a full disk) again until it can; else drop
+            it, and count it in `failed`.
         on_stall: called by the thread when a stall is over.
-        mono: seconds of a monotonic clock.
+        mono: monotonic seconds.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class WriteBehind:
         self._path, self._must_keep, self._on_stall, self._mono = path, must_keep, on_stall, mono
         self._fd: int | None = None
         self.failed = 0
-        """Lines that were dropped."""
+        """Lines dropped."""
         self._reset()
 
     def _reset(self) -> None:
@@ -63,11 +62,11 @@ class WriteBehind:
 
     @property
     def behind(self) -> int:
-        """How many lines are not on the file yet."""
+        """Lines not yet in the file."""
         return len(self._lines)
 
     def put(self, line: bytes, *, wait: bool = True) -> None:
-        """Append `line`; returns within `PATIENCE_S` whatever the storage does, or at once."""
+        """Append `line`; return within `PATIENCE_S` whatever the storage does; or at once."""
         if self._pid != os.getpid():  # a fork has no threads, and its parent writes its own lines
             self._reset()
         with self._changed:
@@ -86,7 +85,7 @@ class WriteBehind:
                 self._stalled = not self._changed.wait_for(lambda: not self._lines, PATIENCE_S)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is on the file, at most `timeout_s`; return whether it is."""
+        """Wait until all lines are in the file; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines, timeout_s)
 
@@ -120,7 +119,7 @@ class WriteBehind:
                 self._on_stall(seconds, held_back)
 
     def _next(self) -> bytes | None:
-        """Return the next line, which stays in the queue until it is written; None: closed."""
+        """Return the next line, which stays queued until it is written; None: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closing)
             if self._lines:

@@ -26,6 +26,7 @@ from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.saver import CheckpointPolicy
@@ -34,7 +35,6 @@ from elastic_trainer.train.engine import Engine, make_deterministic
 from elastic_trainer.train.feed import Feed, LedgerWriter
 from elastic_trainer.train.guard import Guard, NumbersError
 from elastic_trainer.train.marks import DeviceTimes, marked_data
-from elastic_trainer.train.metrics import utilisation
 from elastic_trainer.train.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -48,6 +48,27 @@ from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section, StepPa
 from elastic_trainer.worker.rank_grid import init_unconnected
 from elastic_trainer.worker.torch_private import flight_recorder
 from elastic_trainer.worker.worker_answers import answer_when_asked, answer_with_flight
+
+PEAK_FLOPS = {
+    "A100": 312e12,  # SXM and PCIe alike
+    "A800": 312e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "MI300X": 1307e12,
+}
+"""Part of the device's name, what is more exact first -> dense bf16 peak in FLOP/s.
+
+The vendors' data sheets, as in launcher/spec/hardware.py; NVIDIA's print it with sparsity, twice as
+much. The boards are told apart as torchtitan 0.3 does (tools/utils.py); it has no H200 NVL, whose
+data sheet says 1,671 TFLOP/s with sparsity.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +407,16 @@ class Trainer:
     def _end_phase(self, phase: str) -> None:
         self.heartbeat.beat()
         self.session.end_phase(phase)
+
+
+def utilisation(
+    tokens_per_s: float, *, shape: ModelShape, seq_len: int, world_size: int, device_name: str
+) -> float | None:
+    """Return the MFU, 0 to 1; None where the accelerator's peak is not known."""
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    if peak is None:
+        return None
+    return tokens_per_s * shape.flops_per_token(seq_len) / (peak * world_size)
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:

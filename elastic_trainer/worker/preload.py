@@ -63,7 +63,7 @@ def preload(env: Mapping[str, str]) -> None:
     ):
         _import_if_there(name)
     if float8 and on_cpu:
-        with suppress(ImportError):  # the worker says it (parallel/float8.py)
+        with suppress(ImportError):  # the worker says it (parallel/apply.py)
             for name in FLOAT8_ON_CPU:
                 importlib.import_module(name)
     if compiles:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.events import Event
 from elastic_trainer.storage.files import open_regular
-from elastic_trainer.storage.typed import check_types
+from elastic_trainer.storage.typed import build
 from launcher.spec.errors import UserError
 
 MOST_EVENTS: Final = 200_000
@@ -183,7 +183,7 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
 def _is_ours(event: Event) -> bool:
     """Return whether time and place of an event are such as our writers give them."""
     try:
-        check_types(event)
+        build(Event, event)
     except ValueError:
         return False
     return 0 <= event.t_unix < _MAX_UNIX

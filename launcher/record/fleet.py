@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from elastic_trainer.plan.gpus import uuids_in
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
-from elastic_trainer.storage.typed import check_types
+from elastic_trainer.storage.typed import build
 from launcher.spec.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0
@@ -101,8 +101,7 @@ class Entry:
             ValueError, TypeError: it is something else.
         """
         known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
-        entry = cls(**known)
-        check_types(entry)
+        entry = build(cls, known)
         if not 0 < len(entry.machine) <= _MACHINE_CHARS or not entry.machine.isprintable():
             raise ValueError(f"no machine's name: {entry.machine!r:.80}")
         return entry

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.model.decoder import Block, Decoder, rope_table
-from elastic_trainer.parallel.float8 import use_float8
+from elastic_trainer.parallel.apply import use_float8
 from elastic_trainer.parallel.tensor import _cut_block
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import PRESETS

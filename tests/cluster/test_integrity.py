@@ -21,9 +21,8 @@ from reshard_world import prove
 
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.board.state import update
+from elastic_trainer.board.state import Lineage, update
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.record.lineage import Lineage
 from elastic_trainer.state import memory_restore
 from elastic_trainer.state.errors import CheckpointError
 from elastic_trainer.state.memory import KeeperPlace, MemoryTier

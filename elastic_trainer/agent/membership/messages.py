@@ -1,7 +1,6 @@
-"""What agents say to each other, and its wire form: one JSON object a frame.
+"""Messages between agents, and their wire form: a JSON object a frame, compressed if long. Pure.
 
-Pure. Nothing here is unpickled, and an unknown or ill-typed message is refused:
-the connection it came on is closed. A long one goes compressed.
+Nothing is unpickled. An unknown or ill-typed message is refused, and its connection closed.
 """
 
 from __future__ import annotations
@@ -9,74 +8,62 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from elastic_trainer.agent.membership.notices import (
-    LeaveAsked,
     Member,
-    NodeLeaving,
-    RankPace,
     Report,
-    StopAsked,
-    WorkersCommitted,
-    WorkersEnded,
     WorkersFailed,
     WorkersPaced,
-    WorkersReady,
-    WorkersRunning,
     WorkersSeen,
-    WorkersStepped,
-    WorkerView,
     is_numeric,
 )
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import NOBODY, Members
-from elastic_trainer.record.failures import Action, Failure, Kind
-from elastic_trainer.storage.typed import check_types
+from elastic_trainer.storage.typed import build
 
 PROTOCOL: Final = 1
-"""Of what agents say to each other. Raise it when a message changes: only equal ones mix."""
+"""Raise it when a message changes: only agents of the same protocol mix."""
 MAX_NAME_CHARS: Final = 255
-"""Of a node's name, as of a host's."""
+"""As of a host's name."""
 MAX_RANKS: Final = 1 << 31
 COMPRESS_BYTES: Final = 8 << 10
-"""From this length on a message is compressed: of 2,048 members a fifth is left."""
+"""A message this long is compressed: 2,048 members to a fifth."""
 MAX_BYTES: Final = 16 << 20
-"""Of a message that came compressed."""
+"""Of an inflated message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Agent -> coordinator: let me take part. Also sent after a reconnect."""
+    """Agent -> coordinator: let me take part; also after a reconnect."""
 
     member: Member
     job: str
     last_epoch: int
-    """Newest epoch this agent heard of; 0 when none."""
+    """Newest epoch this agent heard of; 0: none."""
     runs: bool = True
-    """False: it has no workers in that epoch, or has ended them itself, being cut off."""
+    """False: it has no workers in that epoch, or ended them because it was cut off."""
     ready: bool = True
-    """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
+    """False: no epoch should wait for its workers; `WorkersReady` follows."""
     readmit: bool = False
-    """The operator says that this machine may come back after it was excluded."""
+    """The operator readmits this machine after it was excluded."""
     holds: str = ""
-    """`Members.digest` of the newest epoch's members and spares, as far as this agent has them."""
+    """`Members.digest` of the newest epoch's members and spares that this agent has."""
     left: Members = NOBODY
     """Agents that leave, or have left and serve, as far as this one knows: for a coordinator that
     has formed no epoch yet."""
     terms: str = ""
-    """`terms.digest` of what this agent has to have in common with the others."""
+    """`terms.digest` of what agents must have in common."""
     said: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Its values, once a coordinator has said that its own digest is another."""
+    """The terms themselves, once a coordinator has answered `Differ`."""
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differ:
-    """Coordinator -> agent: `node` has these terms, and you have others. Join again with yours."""
+    """Coordinator -> agent: your terms differ from these of `node`; join again with yours."""
 
     node: str
     terms: dict[str, str]
@@ -84,7 +71,7 @@ class Differ:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Coordinator -> agent: you are known here."""
+    """Coordinator -> agent: I know you."""
 
     term: int
 
@@ -104,27 +91,27 @@ class Ping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
-    """Coordinator -> agents: the beat of my lease was raised to this just now."""
+    """Coordinator -> agents: I have just raised the beat of my lease to this."""
 
     beat: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastFailure:
-    """One entry of the failure history, carried to every agent so it outlives a coordinator."""
+    """An entry of the failure history, which every agent holds: it outlives a coordinator."""
 
     node: str | None
     """None: not the fault of one node."""
     host: str | None
-    """Its machine, which is what counts: a pod may come back on another one."""
+    """Its machine, which counts: a pod may come back on another."""
     kind: str
     detail: str
     step: int
     age_s: float
     progress: int | None = None
-    """Newest committed step at that time; None: unknown."""
+    """Newest committed step then; None: unknown."""
     unstepped: int = 0
-    """Nodes of the epoch, if it had not completed a step; 0: it had."""
+    """Nodes of the epoch, if it had not completed a step; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +123,7 @@ class Formed:
     members: Members
     spares: Members
     left: Members
-    """Agents that have left, or may not take part now, and serve their snapshots: no epoch since
+    """Agents that have left, or may not take part now, and serve their snapshots until an epoch
     has committed its own."""
     store_address: str
     store_port: int
@@ -148,7 +135,7 @@ class Formed:
     """Machine -> why no agent on it may take part."""
 
     def since(self, held: Members) -> Changed:
-        """Return this for agents that hold these members and spares of an older epoch."""
+        """Return the message for agents that hold these members and spares of an older epoch."""
         rows, bounds = held.difference(self.members, self.spares, self.left)
         members, spares, left = bounds
         rest = dataclasses.replace(self, members=NOBODY, spares=NOBODY, left=NOBODY)
@@ -159,14 +146,14 @@ class Formed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Coordinator -> agents that hold an older epoch: a new one, by what is different."""
+    """Coordinator -> agents that hold an older epoch: a new one, by its differences."""
 
     base: str
     """`Members.digest` of the members and spares that they hold."""
     rows: Members
-    """Follow on those."""
+    """To be appended to those."""
     members: tuple[int, ...]
-    """These three: bounds for `Members.picked`."""
+    """This, spares and left: bounds for `Members.picked`."""
     spares: tuple[int, ...]
     left: tuple[int, ...]
     rest: Formed
@@ -176,7 +163,7 @@ class Changed:
         """Return the new epoch.
 
         Raises:
-            ValueError: it is not about what this agent holds.
+            ValueError: this agent holds other members.
         """
         if held.digest != self.base:
             raise ValueError(f"a change of {self.base}, this agent holds {held.digest}")
@@ -197,12 +184,12 @@ class Abort:
     reason: str
     victims: tuple[str, ...]
     stacks: bool = False
-    """They hang: dump their stacks first."""
+    """Dump their stacks first: they hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Show:
-    """Coordinator -> members: where do your workers of `epoch` stand?"""
+    """Coordinator -> members: where are your workers of `epoch`?"""
 
     epoch: int
 
@@ -218,9 +205,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
-    """Coordinator -> all: an agent leaves, which is nobody's failure.
+    """Coordinator -> all: an agent leaves, without a failure.
 
-    One that has been in no epoch yet, and leads the next, learns from it who may serve.
+    An agent that leads the next epoch, its first, learns from it who may serve.
     """
 
     member: Member
@@ -228,9 +215,9 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Coordinator -> all: the job (or this node's part in it) is over.
+    """Coordinator -> all: the job, or this node's part in it, is over.
 
-    `serves`: the others continue, and may need the snapshots that this node holds.
+    `serves`: the others continue, and may need this node's snapshots.
     """
 
     code: int
@@ -253,7 +240,7 @@ class Elect:
     candidate: str
     job: str
     term: int
-    """Term of the coordinator that the candidate has lost."""
+    """Of the lost coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,44 +280,13 @@ Message = (
 )
 
 _TYPES: Final[dict[str, Any]] = {
-    "Join": Join,
-    "Differ": Differ,
-    "Welcome": Welcome,
-    "Reject": Reject,
-    "Ping": Ping,
-    "Renewed": Renewed,
-    "Formed": Formed,
-    "Changed": Changed,
-    "Abort": Abort,
-    "Show": Show,
-    "Ask": Ask,
-    "Leaves": Leaves,
-    "Stop": Stop,
-    "Told": ReportMessage,
-    "Elect": Elect,
-    "Vote": Vote,
-    "Won": Won,
+    "Told" if cls is ReportMessage else cls.__name__: cls for cls in get_args(Message)
 }
-"""By their names on the wire, which are a format: they stay when a class is renamed."""
+"""By their names on the wire: raise PROTOCOL when a class is renamed."""
+_NAMES: Final = {cls: name for name, cls in _TYPES.items()}
+_REPORTS: Final[dict[str, Any]] = {cls.__name__: cls for cls in get_args(Report)}
 _ZLIB: Final = b"\x78"
 """What a compressed message begins with, and JSON never."""
-_NAMES: Final = {cls: name for name, cls in _TYPES.items()}
-_REPORTS: Final[dict[str, Any]] = {
-    cls.__name__: cls
-    for cls in (
-        WorkersReady,
-        WorkersFailed,
-        WorkersEnded,
-        WorkersRunning,
-        WorkersStepped,
-        WorkersCommitted,
-        WorkersSeen,
-        WorkersPaced,
-        StopAsked,
-        LeaveAsked,
-        NodeLeaving,
-    )
-}
 
 
 def encode(message: Message) -> bytes:
@@ -341,7 +297,7 @@ def encode(message: Message) -> bytes:
 
 
 def _fields(record: Any) -> Any:
-    """Return the fields of a part of a message; JSON asks again for those of its parts."""
+    """Return the fields of a part of a message; JSON asks for those of its parts."""
     if isinstance(record, Members):
         return record.to_wire()
     return {spec.name: getattr(record, spec.name) for spec in dataclasses.fields(record)}
@@ -351,29 +307,14 @@ def decode(payload: bytes) -> Message:
     """Read a frame's payload.
 
     Raises:
-        ValueError: not a message of ours.
+        ValueError: it is not a valid message.
     """
     try:
         raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
-        if cls is Join:
-            raw = _join(raw)
-        elif cls is Leaves:
-            raw["member"] = Member(**raw["member"])
-        elif cls is Formed:
-            raw = _formed(raw)
-        elif cls is Changed:
-            raw["rows"] = Members.from_wire(raw["rows"])
-            for name in ("members", "spares", "left"):
-                raw[name] = tuple(raw[name])
-            raw["rest"] = Formed(**_formed(raw["rest"]))
-        elif cls is Abort:
-            raw["victims"] = tuple(raw["victims"])
-        message = cls(**raw)
+        message: Message = build(cls, _refusable(raw) if cls is Join else raw)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
-    assert isinstance(message, Message)
-    check_types(message)
     if isinstance(message, Join | Leaves):
         _check_member(cls.__name__, message.member)
     elif isinstance(message, Ask):
@@ -388,20 +329,17 @@ def _check_ask(ask: Ask) -> None:
         raise ValueError(f"Ask.signal is {ask.signal:.20}")
 
 
-def _join(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Join; of another protocol's only what it takes to refuse it."""
-    if (protocol := raw.get("protocol", 0)) != PROTOCOL:
-        known = {spec.name for spec in dataclasses.fields(Member)}
-        member = {name: value for name, value in raw["member"].items() if name in known}
-        raw = {"member": member, "job": raw["job"], "last_epoch": 0, "protocol": protocol}
-    raw["member"] = Member(**raw["member"])
-    if "left" in raw:
-        raw["left"] = Members.from_wire(raw["left"])
-    return raw
+def _refusable(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Join; for another protocol only what it takes to refuse it."""
+    if (protocol := raw.get("protocol", 0)) == PROTOCOL:
+        return raw
+    known = Member.__dataclass_fields__
+    member = {name: value for name, value in raw["member"].items() if name in known}
+    return {"member": member, "job": raw["job"], "last_epoch": 0, "protocol": protocol}
 
 
 def _inflate(payload: bytes) -> bytes:
-    """Undo compression; what unfolds to more than `MAX_BYTES` is refused before it is there."""
+    """Undo compression; stop before there are more than `MAX_BYTES`."""
     stream = zlib.decompressobj()
     try:
         inflated = stream.decompress(payload, MAX_BYTES)
@@ -412,19 +350,8 @@ def _inflate(payload: bytes) -> bytes:
     return inflated
 
 
-def _formed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Formed."""
-    for name in ("members", "spares", "left"):
-        raw[name] = Members.from_wire(raw[name])
-    raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
-    return raw
-
-
 def _check_member(kind: str, member: Member) -> None:
-    """Refuse a member that could not be reached or named.
-
-    Its address is dialed, its name sorted by the numbers in it and written into paths.
-    """
+    """Refuse a member that cannot be dialed, or whose name cannot be sorted and be in paths."""
     good = (
         0 < len(member.node) <= MAX_NAME_CHARS
         and 0 < len(member.host) <= MAX_NAME_CHARS
@@ -448,47 +375,23 @@ def unwrap(message: ReportMessage) -> Report:
     """Unwrap a report.
 
     Raises:
-        ValueError: not a report of ours.
+        ValueError: it is not a valid report.
     """
-    try:
-        raw = dict(message.report)
-        if message.kind == WorkersFailed.__name__:
-            failure = dict(raw["failure"])
-            raw["failure"] = Failure(
-                kind=Kind(failure["kind"]),
-                action=Action(failure["action"]),
-                detail=str(failure["detail"]),
-                sure=failure.get("sure") is True,
-            )
-        elif message.kind == WorkersSeen.__name__:
-            raw["workers"] = tuple(map(_view, raw["workers"]))
-        elif message.kind == WorkersPaced.__name__:
-            raw["ranks"] = tuple(
-                RankPace(**{**pace, "own_s": tuple(pace["own_s"])}) for pace in raw["ranks"]
-            )
-        report: Report = _REPORTS[message.kind](**raw)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a report: {message!r} ({error})") from error
-    check_types(report)
+    if message.kind not in _REPORTS:
+        raise ValueError(f"not a report: {message!r:.80}")
+    report: Report = build(_REPORTS[message.kind], message.report)
     _check_ranks(report)
     return report
 
 
-def _view(raw: Mapping[str, Any]) -> WorkerView:
-    fronts = {group: tuple(front) for group, front in dict(raw.get("fronts", {})).items()}
-    return WorkerView(**{**raw, "fronts": fronts})
-
-
 def _check_ranks(report: Report) -> None:
-    """Refuse ranks that are none, and paces that cannot be compared."""
+    """Refuse impossible ranks, and paces that cannot be compared."""
     about: tuple[Any, ...] = ()
     match report:
         case WorkersFailed():
             about = (report,)
         case WorkersSeen(workers=workers):
             about = workers
-            if any(len(front) != 2 for view in workers for front in view.fronts.values()):
-                raise ValueError(f"WorkersSeen.workers is {workers!r:.80}")
         case WorkersPaced(ranks=about):
             if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):
                 raise ValueError(f"WorkersPaced.ranks is {about!r:.80}")

@@ -19,25 +19,25 @@ class Member:
     agent_id: str
     node: str
     host: str
-    """The machine; called as the node, but for pods, which come and go on machines."""
+    """The machine; named as the node, except for pods."""
     address: str
     """Numeric IP address; peers exchange addresses, never names."""
     port: int
     workers: int
-    """Healthy accelerators, so workers it can run."""
+    """Workers it can run: healthy accelerators."""
     snapshot_port: int = 0
-    """Where its keeper listens, at the same address; 0 when it keeps no snapshots."""
+    """Of its keeper, at the same address; 0: it keeps no snapshots."""
     domain: str = ""
-    """Its failure domain: rack, block or switch, lost with all its nodes; empty: unknown."""
+    """Failure domain: rack, block or switch, whose nodes are lost together; empty: unknown."""
 
 
 def named(node: str, host: str) -> str:
-    """Return a node and its machine for people: one name where both are called alike."""
+    """Return a node and its machine for people: one name where both are the same."""
     return node if node == host else f"{node} ({host})"
 
 
 def is_numeric(address: str) -> bool:
-    """Whether `address` is an IPv4 or IPv6 address, so that nobody is asked to resolve it."""
+    """Whether `address` is an IPv4 or IPv6 address, which needs no name service."""
     try:
         ipaddress.ip_address(address)
     except ValueError:
@@ -57,10 +57,10 @@ class EpochFormed:
     """Those that have left, or may not take part now, and serve their snapshots until this epoch
     has committed one."""
     rung: Rung
-    """What the epoch runs: this is how its layout reaches the workers."""
+    """Its layout goes to the workers."""
     store_address: str
     store_port: int
-    """torch TCPStore hosted by the coordinator's agent, fresh for this epoch."""
+    """torch TCPStore of the coordinator's agent, new for this epoch."""
     coordinator: str
     """Node name."""
     reason: str
@@ -74,14 +74,14 @@ class EpochAborted:
     epoch: int
     reason: str
     victims: tuple[str, ...]
-    """Node names held responsible."""
+    """Names of the nodes held responsible."""
     stacks: bool = False
     """Dump the workers' stacks first: they hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowWorkers:
-    """Answer with `WorkersSeen`: another node's workers stand still."""
+    """Answer with `WorkersSeen`: another node's workers make no progress."""
 
     epoch: int
 
@@ -100,8 +100,8 @@ class AskWorkers:
 class JobStopped:
     """The job is over; kill what is left and exit with `code`.
 
-    `serves`: the others continue, and may need the snapshots that this node holds.
-    `over_in`: the job by whose agents it was ended before this one took part; None: it took part.
+    `serves`: the others continue, and may need this node's snapshots.
+    `over_in`: the job whose agents ended it before this one took part; None: it took part.
     """
 
     code: int
@@ -112,20 +112,20 @@ class JobStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """Something that the user has to know, though the job continues."""
+    """The user has to know this, though the job continues."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesAwaited:
-    """To the coordinator's own agent: no epoch runs, for too few nodes are there."""
+    """To the coordinator's own agent: no epoch runs, since too few nodes are there."""
 
     have: int
-    """Whose workers can start at once."""
+    """Nodes whose workers can start at once."""
     want: int
     within_s: float | None
-    """So long they are waited for; None: without a limit."""
+    """How long it waits for them; None: without a limit."""
     then: str
     """What follows if they do not come, for people."""
 
@@ -143,21 +143,21 @@ class WorkersFailed:
     step: int
     failure: Failure
     alike: int = 1
-    """Workers of this node that failed in the same way at the same step, in about a moment, …"""
+    """Workers of this node that failed alike, at the same step and nearly at once, …"""
     of: int = 1
     """… of so many."""
     committed: int | None = None
-    """Newest step this node knows to be committed; None: its workers tell nothing of that."""
+    """Newest step that this node knows to be committed; None: its workers do not tell."""
     stepped: bool = True
     """A worker of this node completed a step of the epoch, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersEnded:
-    """Agent: all workers of this node ended well, or as they were asked to, in `epoch`.
+    """Agent: all workers of this node ended well, or as asked, in `epoch`.
 
-    `finished`: the last step is done, by exit 0 that nobody asked for or by `WorkerRun.finish`.
-    Else they left on request, or to continue from an older state; `saved`: all said so by exit 91.
+    `finished`: the last step is done, by an unasked exit 0 or by `WorkerRun.finish`. Else they left
+    on request, or to continue from an older state; `saved`: all by exit 91.
     """
 
     epoch: int
@@ -168,12 +168,12 @@ class WorkersEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersReady:
-    """Agent: the zygote is warm, so an epoch with this node begins at once."""
+    """Agent: the zygote is warm, so an epoch with this node starts at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersRunning:
-    """Agent: the first step of `epoch` is done here. Closes the recovery's clock."""
+    """Agent: the first step of `epoch` is done here, which ends the recovery."""
 
     epoch: int
     step: int
@@ -181,7 +181,7 @@ class WorkersRunning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersStepped:
-    """Agent of the first node: `epoch` has completed a step. Scripts may be running long before."""
+    """Agent of the first node: `epoch` has completed a step; scripts may run long before."""
 
     epoch: int
 
@@ -195,7 +195,7 @@ class WorkersCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """Agent: somebody asked this node for a clean stop (SIGTERM): all save and leave with 91."""
+    """Agent: this node was asked for a clean stop (SIGTERM): all save and leave with 91."""
 
     reason: str
     signal: str = "SIGTERM"
@@ -204,14 +204,14 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveAsked:
-    """Agent: this node is to go (its pod is drained). The job continues unless all go."""
+    """Agent: this node is to go (its pod is drained); the job continues unless all go."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeaving:
-    """Agent: this node must not take part any more (unreapable worker, failed check)."""
+    """Agent: this node may not take part any more (unreapable worker, failed check)."""
 
     reason: str
 
@@ -226,42 +226,42 @@ class WorkerView:
     """Last completed."""
     section: str
     part: str
-    """Names of heartbeat.Section and Part, in small letters."""
+    """Both: names of heartbeat.Section and StepPart in lower case."""
     place: int
     lane: int
     idle_s: float
-    """Without progress, not counting time without a processor."""
+    """Time without progress, but with a processor."""
     limit_s: float
-    """What is normal here and now."""
+    """Of the section, here and now."""
     state: str
-    """Of the process, as in /proc/PID/stat; empty: not looked at."""
+    """Of the process, as in /proc/PID/stat; empty: unknown."""
     fronts: Mapping[str, Front] = field(default_factory=dict)
-    """Process group -> how far it is in its collectives; empty: it does not say."""
+    """Process group -> progress in its collectives; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersSeen:
-    """Agent: where the workers of this node stand in `epoch`.
+    """Agent: where the workers of this node are in `epoch`.
 
-    `stalled`: one of them has stood still for too long, or nearly, though perhaps only
-    because it waits for another node's; else it is the answer to `ShowWorkers`.
+    `stalled`: one is at its limit, or near it, perhaps because it waits for another node's; else
+    this answers `ShowWorkers`.
     """
 
     epoch: int
     stalled: bool
     workers: tuple[WorkerView, ...]
     committed: int | None = None
-    """Newest step this node knows to be committed; None: its workers tell nothing of that."""
+    """As in `WorkersFailed`."""
 
     @property
     def hangs(self) -> bool:
-        """Whether one of them is past its limit, and not only near it."""
+        """Whether a worker is past its limit, not only near it."""
         return any(worker.idle_s > worker.limit_s for worker in self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
-    """How long a rank's own work took it lately."""
+    """How long a rank's own work took lately."""
 
     rank: int
     lane: int
@@ -271,7 +271,7 @@ class RankPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersPaced:
-    """Agent: the pace of this node's workers in `epoch`, every now and then."""
+    """Agent: the pace of this node's workers in `epoch`, from time to time."""
 
     epoch: int
     ranks: tuple[RankPace, ...]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.state.snapshots import mac
-from elastic_trainer.storage.typed import check_types
+from elastic_trainer.storage.typed import build
 
 
 class TornImageError(Exception):
@@ -127,11 +127,7 @@ class Header:
         Raises:
             ValueError: they are not those of a sealed image.
         """
-        try:
-            header = cls(**raw)
-        except TypeError as error:
-            raise ValueError(f"not a header: {raw!r:.80}") from error
-        check_types(header)
+        header = build(cls, raw)
         numbers = (getattr(header, name) for name in _NUMBERS)
         if any(not 0 <= value < _MOST for value in numbers) or header.rank >= _MOST_RANKS:
             raise ValueError(f"a number out of range in {header!r:.200}")

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from membership_node import Node
 
 from elastic_trainer.agent.membership.notices import EpochFormed, WorkersCommitted, WorkersEnded
-from elastic_trainer.board.state import BoardState, Commit
-from elastic_trainer.record.lineage import Origin
+from elastic_trainer.board.state import BoardState, Commit, Origin
 from elastic_trainer.state.errors import FencedError
 from elastic_trainer.state.manifest import directory_name, with_commit, with_origin
 from elastic_trainer.state.placement import (

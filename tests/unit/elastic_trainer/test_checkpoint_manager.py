@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.board.state import BoardState, update
+from elastic_trainer.board.state import BoardState, Lineage, Origin, update
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
@@ -28,7 +28,6 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
-from elastic_trainer.record.lineage import Lineage, Origin
 from elastic_trainer.state import manager as manager_module
 from elastic_trainer.state import restore as restore_module
 from elastic_trainer.state import saver as saver_module

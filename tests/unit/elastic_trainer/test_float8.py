@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8.float8_linear import Float8Linear
 
 from elastic_trainer.model.decoder import Block, ModelError, rope_table
-from elastic_trainer.parallel.apply import _recomputed
-from elastic_trainer.parallel.float8 import use_float8
+from elastic_trainer.parallel.apply import _recomputed, use_float8
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,

@@ -244,7 +244,7 @@ def test_plain_http_on_loopback_is_for_a_proxy_beside(account):
 )
 def test_an_answer_that_is_no_configmap_is_an_error(board, server, answer):
     server.objects[PATH] = answer
-    with pytest.raises(OSError, match="is no ConfigMap"):
+    with pytest.raises(OSError, match="is not a ConfigMap"):
         board.get_state()
 
 

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.board.state import BoardState, Commit, after_damage
-from elastic_trainer.record.lineage import MAX_ORIGINS, Lineage, Origin
+from elastic_trainer.board.state import (
+    MAX_ORIGINS,
+    BoardState,
+    Commit,
+    Lineage,
+    Origin,
+    after_damage,
+)
 from elastic_trainer.state.errors import FencedError
 from elastic_trainer.state.manifest import with_commit, with_origin
 

@@ -340,7 +340,7 @@ def test_noise_is_refused(payload):
     ],
 )
 def test_what_is_no_message_is_refused(raw):
-    with pytest.raises(ValueError, match=r"not a message|Vote|Welcome|Reject|Abort"):
+    with pytest.raises(ValueError, match=r"not a message|Vote|Welcome|Reject|Abort|Ping|Member"):
         decode(json.dumps(raw).encode())
 
 
@@ -372,7 +372,7 @@ def test_an_age_that_is_no_number_is_refused():
         b'"store_address":"","store_port":1,"coordinator":"",'
         b'"reason":"","excluded":{},"history":' + bad + b"}"
     )
-    with pytest.raises(ValueError, match="history"):
+    with pytest.raises(ValueError, match="age_s"):
         decode(payload)
     assert decode(payload.replace(b"NaN", b"1.5")).history[0].age_s == 1.5
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from elastic_trainer.plan.models import PRESETS, ModelShape
-from elastic_trainer.train.metrics import utilisation
+from elastic_trainer.train.trainer import utilisation
 from launcher.spec.hardware import GPUS
 
 

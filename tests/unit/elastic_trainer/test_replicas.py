@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.train.replicas import _CHUNK, Digester, replica_groups
-
-DIGESTER = Digester()
+from elastic_trainer.train.guard import _CHUNK, digest_of, replica_groups
 
 
 def digest(tensor):
-    return int(DIGESTER.digest(tensor))
+    return int(digest_of(tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from elastic_trainer.board.state import BoardState, Commit, Training
-from elastic_trainer.record.lineage import Origin
+from elastic_trainer.board.state import BoardState, Commit, Origin, Training
 from elastic_trainer.state.errors import FencedError
 from elastic_trainer.state.manager import training_of
 from elastic_trainer.state.manifest import (
