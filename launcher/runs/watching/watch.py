@@ -77,7 +77,7 @@ class Watch:
 
     def logs(self, reader: LogReader) -> Iterator[list[Line]]:
         """Yield what is logged until the job has ended, over all its requeues."""
-        for last in self._looks():
+        for last in self._looks(cancels=False):
             reader.look()
             yield reader.poll(last=last)
 
@@ -103,14 +103,15 @@ class Watch:
             if not last and timeout_s is not None and time.monotonic() - begun >= timeout_s:
                 raise TimeoutError(f"{self.run.path} has not ended within {timeout_s:g} s")
 
-    def _looks(self) -> Iterator[bool]:
+    def _looks(self, *, cancels: bool = True) -> Iterator[bool]:
         """Yield whenever the run's files are to be looked at; True: for the last time."""
         missing = 0
         with self._noticing() as changed:
             while True:
                 changed.clear()
                 status = self._ask()
-                self._end_if_none_starts(status)
+                if cancels:  # who reads logs may not
+                    self._end_if_none_starts(status)
                 missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
                 if status.state.is_final or missing >= _MISSING:
                     self._fetch(now=True)
