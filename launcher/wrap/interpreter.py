@@ -39,7 +39,7 @@ _SHEBANG: Final = re.compile(r"#!\s*(?:\S*/env\s+)?(\S+)|'''exec' \"?([^\"\s]+)"
 """The second form follows #!/bin/sh where the path is too long for the kernel (pip's distlib)."""
 
 
-class _Asked(NamedTuple):
+class _NamedPython(NamedTuple):
     """What an interpreter says of itself."""
 
     prefix: str
@@ -99,7 +99,7 @@ def python_of(word: str) -> str | None:
     return str(beside) if beside.exists() else None
 
 
-def _ask(python: str) -> _Asked:
+def _ask(python: str) -> _NamedPython:
     try:
         done = subprocess.run(
             [python, "-c", _ASK],
@@ -111,7 +111,7 @@ def _ask(python: str) -> _Asked:
         )
         said = parse_json(done.stdout)
         missing = tuple(map(str, said["missing"]))
-        return _Asked(str(said["prefix"]), str(said["version"]), missing)
+        return _NamedPython(str(said["prefix"]), str(said["version"]), missing)
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
         message = f"{python} cannot be asked what it has: {error}"
         raise UserError("HF678", f"{message}; is it the right Python?") from error
