@@ -147,14 +147,7 @@ def _run(options: Options) -> int:
             stack.callback(metrics.close)
         agent = HoldfastAgent(
             _agent_config(options, rendezvous, scratch, secret_dir, gpus=gpus, bound=bound),
-            WorkerSpec(
-                role=options.role,
-                local_world_size=options.workers,
-                rdzv_handler=rendezvous,
-                entrypoint=task.target,
-                max_restarts=options.elastic.max_restarts,
-                event_log_handler=options.event_log_handler,
-            ),
+            _worker_spec(options, rendezvous),
             workers=workers,
             waker=waker,
             log=log,
@@ -169,6 +162,17 @@ def _run(options: Options) -> int:
         result = agent.run(options.role)
         forward_error_file(result)
     return result.code
+
+
+def _worker_spec(options: Options, rendezvous: HoldfastRendezvous) -> WorkerSpec:
+    return WorkerSpec(
+        role=options.role,
+        local_world_size=options.workers,
+        rdzv_handler=rendezvous,
+        entrypoint=options.task.target,
+        max_restarts=options.elastic.max_restarts,
+        event_log_handler=options.event_log_handler,
+    )
 
 
 def _network(options: Options) -> tuple[str, range]:
