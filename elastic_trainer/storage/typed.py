@@ -69,10 +69,17 @@ def _class_builder(want: type) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(want):
         return functools.partial(_record, want)
     if issubclass(want, enum.Enum):
-        return want
+        return functools.partial(_member, want)
     if hasattr(want, "from_wire"):
         return lambda value: value if isinstance(value, want) else want.from_wire(value)
     return lambda value: _of_type(value, want)
+
+
+def _member(want: Any, value: Any) -> Any:
+    try:
+        return want(value)
+    except ValueError:
+        raise TypeError from None  # of a union, the next type may fit
 
 
 def _of_type(value: Any, *wanted: type) -> Any:

@@ -6,7 +6,7 @@ import json
 import random
 import signal
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -47,6 +47,7 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.record.failures import Action, Failure, Kind
+from elastic_trainer.storage.typed import build
 
 text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)
 rank = st.integers(0, 2**31 - 1)
@@ -439,3 +440,14 @@ def test_a_bomb_of_brackets_is_refused():
 def test_an_unknown_report_is_refused():
     with pytest.raises(ValueError, match="not a report"):
         unwrap(ReportMessage(kind="Formatted", report={}))
+
+
+def test_a_union_takes_the_next_type_where_an_enum_does_not_fit():
+    @dataclass(kw_only=True)
+    class Told:
+        kind: Kind | None
+
+    assert build(Told, {"kind": None}).kind is None
+    assert build(Told, {"kind": "crash"}).kind is Kind.CRASH
+    with pytest.raises(ValueError, match=r"Told\.kind"):
+        build(Told, {"kind": "nonsense"})
