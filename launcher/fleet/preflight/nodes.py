@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.storage.files import write_atomic
+from elastic_trainer.storage.typed import parse_json
 from launcher.fleet.preflight.checks import ASKED, Check, all_checks
 from launcher.fleet.preflight.collectives import SERVER, compare, finding
 from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
@@ -310,15 +311,19 @@ class Preflight:
                 words = log[-_LOG_CHARS:] or "it wrote nothing"
                 one.fail(f"the process ended without an answer: {words}")
             return over
-        *findings, last = map(json.loads, said.splitlines())
-        if "problem" in last:
-            one.fail(f"the checks failed: {_last_line(last['problem'])}")
-        else:
-            one.report = NodeReport(
-                node=node,
-                findings=tuple(CheckResult(**each) for each in findings),
-                clock=(last["at"] - time.time(), last["at"] - one.at),
-            )
+        except OSError as error:
+            one.fail(f"its answer cannot be read: {error.strerror or error}")
+            return True
+        try:
+            *findings, last = map(parse_json, said.splitlines())
+            if "problem" in last:
+                one.fail(f"the checks failed: {_last_line(last['problem'])}")
+            else:
+                results = tuple(CheckResult(**each) for each in findings)
+                clock = last["at"] - time.time(), last["at"] - one.at
+                one.report = NodeReport(node=node, findings=results, clock=clock)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            one.fail(f"its answer is damaged: {error}")  # the other nodes' count all the same
         if process:
             one.cancel()
         return True

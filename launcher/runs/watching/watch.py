@@ -38,7 +38,7 @@ from launcher.runs.watching.run_status import (
     target_of,
 )
 from launcher.runs.watching.screen import Known, View
-from launcher.spec.errors import PlatformError
+from launcher.spec.errors import PlatformError, writing
 
 _MISSING = 3
 """A platform that answers so often that it has no such job has forgotten it."""
@@ -128,8 +128,7 @@ class Watch:
         """Cancel a job whose containers never start, which the platform would try for ever.
 
         Raises:
-            UserError, PlatformError: it cannot be cancelled.
-            OSError: the run directory cannot be written.
+            UserError, PlatformError: it cannot be cancelled; HF612, the run directory not written.
         """
         self._failed_starts.update(status.failed_starts.items())
         if status.state is JobState.RUNNING:
@@ -144,10 +143,11 @@ class Watch:
             f"({status.reason}); the job was cancelled"
         )
         self.backend.cancel(current_job(self.run))
-        LauncherLog(self.run.path, f"watch-{int(time.time())}").emit(
-            "run.ended", code=EXIT_DO_NOT_RESTART, reason=reason
-        )
         self.say(reason)
+        with writing(str(self.run.path)):
+            LauncherLog(self.run.path, f"watch-{int(time.time())}").emit(
+                "run.ended", code=EXIT_DO_NOT_RESTART, reason=reason
+            )
 
     def _noticing(self) -> AbstractContextManager[threading.Event]:
         """Return what tells that the platform should be asked now."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
-from launcher.fleet.preflight import checks
+from launcher.fleet.preflight import checks, nodes
 from launcher.fleet.preflight.checks import run_checks
 from launcher.fleet.preflight.nodes import SUBMITTERS, NodeSelection, Preflight, choose
 from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
@@ -377,3 +377,12 @@ def test_wrong_options_are_told(tmp_path, capsys):
     assert "HF660" in capsys.readouterr().err
     assert run_cli(["preflight", "--to", "local", "--set", "a=b"]) == 2
     assert "HF610" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["", "{", "[1]", "7", '{"x": 1}\n{"at": 0}', '{"at": "noon"}'])
+def test_a_damaged_answer_is_one_nodes_problem(tmp_path, said):
+    round_ = Preflight(NodeSelection(cluster="local"), tmp_path)
+    (tmp_path / "answer-n1.jsonl").write_text(said)
+    asked = nodes._Asked(report=NodeReport(node="n1"))
+    assert round_._ended(asked)
+    assert (asked.report.level, asked.report.findings) == ("fail", ())
