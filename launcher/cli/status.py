@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.text import Text
 
 from launcher.cli.common import json_option, print_json, runs_option
 from launcher.cli.terminal import coloured, print_table
@@ -15,6 +15,9 @@ from launcher.platforms.base import JobState
 from launcher.runs.runs import find_run, find_runs
 from launcher.runs.watching.findings import when
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 STATUS_EPILOG = """\b
 Examples:

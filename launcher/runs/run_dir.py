@@ -35,7 +35,6 @@ from launcher.platforms.background import MARK as _LIVE
 from launcher.platforms.local import start_ticks
 from launcher.record.files import newest_events
 from launcher.record.status import TrainingStatus
-from launcher.render.local import HEAD, JOB_FILE
 from launcher.spec.errors import UserError, Where, writing
 
 JOB_JSON = "job.json"
@@ -105,6 +104,8 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
             change it.
     """
+    from launcher.render.local import HEAD, JOB_FILE  # 0.1 s: not for those that only look
+
     begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
     if begun:
         raise UserError(

@@ -14,6 +14,8 @@ STARTS = """
 import sys
 import launcher.cli.main as main
 assert not {"pydantic", "yaml"} & set(sys.modules), "the start of the command needs neither"
+assert main.run_cli(["status"]) == 0
+assert "pydantic" not in sys.modules, "the status of runs needs no model of job files"
 for command in (["check", "examples/tiny-cpu.yaml"], ["plan", "examples/llama3-405b.yaml"]):
     assert main.run_cli(command) == 0
 import launcher.platforms.kubernetes.backend as kubernetes
