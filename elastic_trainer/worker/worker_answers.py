@@ -52,7 +52,7 @@ def answer_when_asked(heartbeat: Path) -> None:
     # thread's, which may hold them back to wait for them.
     deaf = signal.valid_signals() - {STACKS_SIGNAL}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
-    _thread.start_new_thread(_answer, (asked, heartbeat))
+    _thread.start_new_thread(_answer, (asked, os.fstat(asked), heartbeat))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -65,8 +65,8 @@ def answer_with_flight(dump: Callable[[], bytes]) -> None:
     _dump = dump
 
 
-def _answer(asked: int, heartbeat: Path) -> None:
-    part, pipe = heartbeat.with_suffix(".part"), os.fstat(asked)
+def _answer(asked: int, pipe: os.stat_result, heartbeat: Path) -> None:
+    part = heartbeat.with_suffix(".part")
     while _is_asked(asked, pipe):
         with part.open("wb") as file:
             faulthandler.dump_traceback(file, all_threads=True)
