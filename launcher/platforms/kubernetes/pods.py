@@ -179,6 +179,11 @@ def name_of(thing: Mapping[str, Any]) -> str:
     return str((thing.get("metadata") or {}).get("name") or "")
 
 
+def uid_of(thing: Mapping[str, Any]) -> str:
+    """Return the UID of an object; empty: it has none."""
+    return str((thing.get("metadata") or {}).get("uid") or "")
+
+
 def made_at(thing: Mapping[str, Any]) -> float | None:
     """Return when an object was made, in Unix seconds, if it says so."""
     return time_of((thing.get("metadata") or {}).get("creationTimestamp"))
@@ -189,26 +194,27 @@ def label_of(thing: Mapping[str, Any], key: str) -> str:
     return str(((thing.get("metadata") or {}).get("labels") or {}).get(key) or "")
 
 
+def annotation_of(thing: Mapping[str, Any], key: str) -> str:
+    """Return an annotation of an object, or an empty text."""
+    return str(((thing.get("metadata") or {}).get("annotations") or {}).get(key) or "")
+
+
 def joined(reason: str, message: str) -> str:
     """Return the platform's reason and message as one text."""
     return f"{reason}: {message}" if reason and message else reason or message
 
 
-def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
-    """Return the condition `kind` of an object, whatever its status, or None."""
+def condition(thing: Mapping[str, Any], kind: str, *, status: str = "") -> Object | None:
+    """Return the condition `kind` of an object, if it has it, with this status: true, false."""
     for found in (thing.get("status") or {}).get("conditions") or ():
         if isinstance(found, dict) and found.get("type") == kind:
-            return found
+            return found if status in ("", str(found.get("status")).lower()) else None
     return None
 
 
 def is_true(thing: Mapping[str, Any], *kinds: str) -> Object | None:
     """Return the first condition of `kinds` that holds, if any."""
-    for kind in kinds:
-        found = condition(thing, kind)
-        if found is not None and str(found.get("status")).lower() == "true":
-            return found
-    return None
+    return next(filter(None, (condition(thing, kind, status="true") for kind in kinds)), None)
 
 
 def has_ended(job: Mapping[str, Any]) -> bool:
@@ -224,16 +230,12 @@ def agent_status(pod: Mapping[str, Any]) -> Object:
     return (named or found or [{}])[0]
 
 
-def _statuses(pod: Mapping[str, Any]) -> list[Object]:
-    """Return the statuses of all containers: the agent's, init containers', others'."""
+def _statuses(pod: Mapping[str, Any]) -> list[tuple[str, Object]]:
+    """Return (name, status) of all containers: the agent's, with no name, init ones, others."""
     status, agents = pod.get("status") or {}, agent_status(pod)
     every = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    return [agents, *(one for one in every if isinstance(one, dict) and one is not agents)]
-
-
-def _other_than_agents(pod: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Return the name of a container; empty: it is the agent's."""
-    return "" if status is agent_status(pod) else str(status.get("name") or "")
+    others = [one for one in every if isinstance(one, dict) and one is not agents]
+    return [("", agents), *((str(one.get("name") or ""), one) for one in others)]
 
 
 def phase_of(pod: Mapping[str, Any]) -> str:
@@ -288,9 +290,9 @@ def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
     if not is_alive(pod):
         return False
     gates = (pod.get("spec") or {}).get("readinessGates")
-    of_pod, of_containers = condition(pod, "Ready"), is_true(pod, "ContainersReady")
-    unready = of_pod is not None and str(of_pod.get("status")).lower() != "true"
-    return ready.get(host_of(pod)) is False or (unready and of_containers is not None and not gates)
+    unready = condition(pod, "Ready") and not is_true(pod, "Ready")
+    silent = unready and is_true(pod, "ContainersReady") and not gates
+    return ready.get(host_of(pod)) is False or bool(silent)
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
@@ -327,30 +329,28 @@ def trouble_of(
     `events` are any of the namespace; `ready` says whether a node answers, where that was asked;
     `job_ends`: its whole job has been deleted.
     """
-    name, phase = name_of(pod), phase_of(pod)
     stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
     if stuck is not None:
         return stuck
     if is_ending(pod):  # evicted from a node that has been silent for long
         return _lost(pod, ready or {})
-    if phase in ("Succeeded", "Failed"):
+    if phase_of(pod) in ("Succeeded", "Failed"):
         return None
-    for status in _statuses(pod):
+    for other, status in _statuses(pod):
         waiting = (status.get("state") or {}).get("waiting") or {}
         reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
         if reason in _WAITING:
-            other = _other_than_agents(pod, status)
             where = f"container {other}: " if other else ""
             return Trouble(
-                pod=name,
+                pod=name_of(pod),
                 reason=joined(reason, message),
                 words=where + _WAITING[reason] + _last_end(status),
                 is_final=reason not in _PASSES,
                 t_unix=now_unix,
             )
-    scheduled = condition(pod, "PodScheduled")
-    if scheduled is not None and str(scheduled.get("status")).lower() == "false":
-        return _unscheduled(name, scheduled)
+    unscheduled = condition(pod, "PodScheduled", status="false")
+    if unscheduled is not None:
+        return _unscheduled(name_of(pod), unscheduled)
     return _started_badly(pod, events, ready or {})
 
 
@@ -362,17 +362,13 @@ def failures(pods: Iterable[Object]) -> list[PodFailure]:
 
 def _failure_of(pod: Object) -> PodFailure | None:
     """Return how a pod ended by an error: its agent, else another container, else as a whole."""
-    whole, other = pod.get("status") or {}, ""
-    ended: Mapping[str, Any] = {}
-    for status in _statuses(pod):
-        ended = _ended_of(status)
-        other = _other_than_agents(pod, status)
-        if "exitCode" in ended or phase_of(pod) != "Failed":
-            break
+    whole, has_failed = pod.get("status") or {}, phase_of(pod) == "Failed"
+    ends = [(name, _ended_of(status)) for name, status in _statuses(pod)]
+    other, ended = next((end for end in ends if "exitCode" in end[1] or not has_failed), ends[-1])
     if ended.get("exitCode") not in (0, None):
         code, reason = int(ended["exitCode"]), str(ended.get("reason") or "")
         message, when = ended.get("message"), ended.get("finishedAt")
-    elif phase_of(pod) == "Failed" and not ended:
+    elif has_failed and not ended:
         # Evicted, or killed by its node: no container could say anything.
         code, reason, other = 1, str(whole.get("reason") or "PodFailed"), ""
         message, when = whole.get("message"), whole.get("startTime")
@@ -389,13 +385,10 @@ def _failure_of(pod: Object) -> PodFailure | None:
     )
 
 
-def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+def _ended_of(status: Mapping[str, Any]) -> Object:
     """Return the last end of a container, if any."""
-    for state in (status.get("state"), status.get("lastState")):
-        ended = (state or {}).get("terminated")
-        if isinstance(ended, dict):
-            return ended
-    return {}
+    ends = [(status.get(key) or {}).get("terminated") for key in ("state", "lastState")]
+    return next((ended for ended in ends if isinstance(ended, dict)), {})
 
 
 def told_ends(events: Iterable[Object], job: Object) -> list[PodFailure]:
@@ -444,7 +437,8 @@ def bad_ends(
     found = {}
     for place, there in places.items():
         own = failures(there)
-        ends = [end for end in (*own, *gone.get(place, ())) if _is_telling(end)]
+        every = (*own, *gone.get(place, ()))
+        ends = [end for end in every if end.reason or end.code not in _OUR_CODES]
         began = ((agent_status(there[-1]).get("state") or {}).get("running") or {}).get("startedAt")
         since = time_of(began)
         if not ends or (since is not None and now_unix - since >= OUTLIVED_S):
@@ -459,10 +453,6 @@ def bad_ends(
             t_unix=min(last.t_unix, now_unix),
         )
     return found
-
-
-def _is_telling(end: PodFailure) -> bool:
-    return bool(end.reason) or end.code not in _OUR_CODES
 
 
 def _place(pod: Mapping[str, Any]) -> str:
@@ -512,11 +502,10 @@ def _stuck(
 def _started_badly(
     pod: Object, events: Sequence[Object], ready: Mapping[str, bool]
 ) -> Trouble | None:
-    name, phase = name_of(pod), phase_of(pod)
-    uid = (pod.get("metadata") or {}).get("uid")
-    for event in events if phase == "Pending" else ():
+    name = name_of(pod)
+    for event in events if phase_of(pod) == "Pending" else ():
         about = event.get("involvedObject") or {}
-        if about.get("uid") not in (None, uid):
+        if about.get("uid") not in (None, uid_of(pod)):
             continue  # a former pod's of the same name, which went while it was being mounted
         if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
             return Trouble(

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import not_
-from typing import Any, Final
-
-import tenacity
+from typing import Final
 
 from launcher.platforms.kubernetes.api import KubernetesApi
 from launcher.platforms.kubernetes.documents import (
@@ -24,7 +22,14 @@ from launcher.platforms.kubernetes.documents import (
     resource_of,
 )
 from launcher.platforms.kubernetes.errors import BrokenOffError, ConflictError, NotThereError
-from launcher.platforms.kubernetes.pods import has_ended, is_ending, name_of
+from launcher.platforms.kubernetes.pods import (
+    annotation_of,
+    has_ended,
+    is_ending,
+    label_of,
+    name_of,
+    uid_of,
+)
 from launcher.platforms.retries import polled
 from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
 from launcher.spec.errors import PermanentError, PlatformError, TemporaryError, UserError
@@ -89,8 +94,7 @@ class Creation:
                     f"{self.namespace}; cancel it first (holdfast cancel RUN --save)",
                 )
             if is_job or not is_ending(found):  # a job that is stuck in its deletion is freed so
-                uid = str((found.get("metadata") or {}).get("uid") or "")
-                self.api.delete(resource, self.namespace, name, uid=uid)
+                self.api.delete(resource, self.namespace, name, uid=uid_of(found))
             left.append(document)
         for document in left:
             self._wait_gone(document)
@@ -128,35 +132,31 @@ class Creation:
         return job
 
     def _create(self, document: Object) -> Object:
-        """Make one document; one whose answer was lost is recognised."""
-
-        def once() -> Object:
+        for _ in range(_TRIES - 1):
             try:
-                return self.api.create(resource_of(document), self.namespace, document)
-            except (BrokenOffError, ConflictError) as error:
-                if _is_ours_alone(document):
-                    if isinstance(error, ConflictError):
-                        return document
+                return self._create_once(document)
+            except (PlatformError, UserError) as error:
+                # Webhooks, Trainer's and Kueue's, see a new runtime a little later.
+                if not isinstance(error, BrokenOffError) and not _lacks_another(document, error):
                     raise
-                found = self._get(document)
-                if found is not None and _mark(found) == _mark(document):
-                    return found
-                if found is not None:
-                    self._check_ours(document, found)
+            self.sleep(1.0)
+        return self._create_once(document)
+
+    def _create_once(self, document: Object) -> Object:
+        """Make one document; one whose answer was lost is recognised."""
+        try:
+            return self.api.create(resource_of(document), self.namespace, document)
+        except (BrokenOffError, ConflictError) as error:
+            if _is_ours_alone(document):
+                if isinstance(error, ConflictError):
+                    return document
                 raise
-
-        def again(error: BaseException) -> bool:
-            # Webhooks, Trainer's and Kueue's, see a new runtime a little later.
-            return isinstance(error, BrokenOffError) or _lacks_another(document, error)
-
-        policy = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(again),
-            stop=tenacity.stop_after_attempt(_TRIES),
-            wait=tenacity.wait_fixed(1.0),
-            sleep=self.sleep,
-            reraise=True,
-        )
-        return policy(once)
+            found = self._get(document)
+            if found is not None and _mark(found) == _mark(document):
+                return found
+            if found is not None:
+                self._check_ours(document, found)
+            raise
 
     def _undo(self, error: BaseException) -> None:
         """Remove what was made, last first."""
@@ -169,7 +169,7 @@ class Creation:
                 found = self._get(document)
                 if found is None or _mark(found) != _mark(document):
                     continue
-                uid = str((found.get("metadata") or {}).get("uid") or "")
+                uid = uid_of(found)
                 self.api.delete(resource_of(document), self.namespace, name_of(document), uid=uid)
             except (PlatformError, UserError):
                 left.append(f"{resource_of(document).name}/{name_of(document)}")
@@ -189,9 +189,8 @@ class Creation:
 
     def _check_ours(self, document: Object, found: Object) -> None:
         """Check that `found` belongs to this run (HF758)."""
-        labels = (found.get("metadata") or {}).get("labels") or {}
         mine = document["metadata"]["labels"][RUN_LABEL]
-        if labels.get(MANAGED_LABEL) != MANAGED_BY or labels.get(RUN_LABEL) != mine:
+        if label_of(found, MANAGED_LABEL) != MANAGED_BY or label_of(found, RUN_LABEL) != mine:
             raise UserError(
                 "HF758",
                 f"there is a {document['kind']} {name_of(document)} in namespace {self.namespace} "
@@ -219,7 +218,7 @@ class Creation:
 
 
 def _lacks_another(document: Object, error: BaseException) -> bool:
-    """Return whether a document may be refused only for want of another, not made in a dry run.
+    """Return whether a document may be refused only because another is missing, as in a dry run.
 
     A RoleBinding is compared with its Role, a TrainJob with its runtime: by Trainer's webhook,
     Kueue's, or one that comes before, each in its own words.
@@ -231,13 +230,12 @@ def _lacks_another(document: Object, error: BaseException) -> bool:
 
 
 def _is_ours_alone(document: Object) -> bool:
-    """Return whether no other call makes its name: a Secret, which submitting may not read."""
+    """Return whether only this call makes its name: a Secret, which submitting may not read."""
     return bool(document["kind"] == "Secret")
 
 
 def _is_kept(document: Object) -> bool:
-    noted: dict[str, Any] = (document.get("metadata") or {}).get("annotations") or {}
-    return str(noted.get(KEEP, "")).lower() == "true"
+    return annotation_of(document, KEEP).lower() == "true"
 
 
 def _owner(owner: Object) -> Object:
@@ -252,5 +250,4 @@ def _owner(owner: Object) -> Object:
 
 
 def _mark(document: Object) -> str:
-    noted = (document.get("metadata") or {}).get("annotations") or {}
-    return str(noted.get(SUBMISSION) or "")
+    return annotation_of(document, SUBMISSION)
