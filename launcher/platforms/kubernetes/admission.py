@@ -442,8 +442,9 @@ def _list_nodes(api: KubernetesApi, request: PodsRequest) -> list[Object] | None
     found: list[Object] = []
     end, room = time.monotonic() + NODES_S, 0
     for page in api.pages(NODE, "", labels=labels):
-        found += page
-        room += sum(fit_on(node, request) for node in page)
+        nodes = page.get("items") or ()
+        found += nodes
+        room += sum(fit_on(node, request) for node in nodes)
         if room >= request.bundle.num_pods:
             return found
         if time.monotonic() > end:

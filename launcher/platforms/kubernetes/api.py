@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _Query = Sequence[tuple[str, str]]
 
-_PAGE: Final = 500
-"""Objects of one answer to a list."""
 _JSON: Final = "application/json"
 _ABOUT: Final = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Only the metadata: no value of a Secret."""
@@ -124,24 +122,37 @@ class KubernetesApi:
         self, resource: Resource, namespace: str, *, labels: str = "", fields: str = ""
     ) -> tuple[list[Object], str]:
         """Return all matching objects, and the version to watch from."""
-        call = self._call("list", resource, namespace)
-        selected = _selected(labels, fields)
+        pages = partial(self.pages, resource, namespace, labels=labels, fields=fields)
         try:
-            return self._all(call, [*selected, ("limit", str(_PAGE))])
+            found = list(pages())
         except GoneError:  # it took longer than the server keeps a state for
-            return self._all(call, selected)
+            found = list(pages(limit=()))
+        items = [item for page in found for item in page.get("items") or ()]
+        return items, _version_of(found[-1])
 
     def pages(
-        self, resource: Resource, namespace: str, *, labels: str = ""
-    ) -> Iterator[list[Object]]:
-        """Yield all matching objects, some hundred at a time.
+        self,
+        resource: Resource,
+        namespace: str,
+        *,
+        labels: str = "",
+        fields: str = "",
+        limit: _Query = (("limit", "500"),),
+    ) -> Iterator[Object]:
+        """Yield lists with all matching objects, some hundred in each.
 
         Raises:
             GoneError: between two pages the server has forgotten where it was.
         """
-        call, selected = self._call("list", resource, namespace), _selected(labels, "")
-        for page in self._pages(call, [*selected, ("limit", str(_PAGE))]):
-            yield page.get("items") or []
+        call, more = self._call("list", resource, namespace), ""
+        selected = [*_selected(labels, fields), *limit]
+        while True:
+            query = [*selected, ("continue", more)] if more else selected
+            page = self._object("GET", call, query=query)
+            yield page
+            more = str((page.get("metadata") or {}).get("continue") or "")
+            if not more:
+                return
 
     def create(
         self, resource: Resource, namespace: str, document: Object, *, dry_run: bool = False
@@ -285,21 +296,6 @@ class KubernetesApi:
         return Call(
             verb=verb, resource=resource, namespace=namespace, name=name, server=self.server
         )
-
-    def _all(self, call: Call, query: _Query) -> tuple[list[Object], str]:
-        pages = list(self._pages(call, query))
-        items = [item for page in pages for item in page.get("items") or ()]
-        return items, str((pages[-1].get("metadata") or {}).get("resourceVersion") or "")
-
-    def _pages(self, call: Call, query: _Query) -> Iterator[Object]:
-        more: list[tuple[str, str]] = []
-        while True:
-            page = self._object("GET", call, query=[*query, *more])
-            yield page
-            about = page.get("metadata") or {}
-            if not about.get("continue"):
-                return
-            more = [("continue", str(about["continue"]))]
 
     def _object(
         self, method: str, call: Call, *, repeatable: bool = True, **options: Any
@@ -476,6 +472,10 @@ def _selected(labels: str, fields: str) -> list[tuple[str, str]]:
     return [(key, text) for key, text in found if text]
 
 
+def _version_of(thing: Object) -> str:
+    return str((thing.get("metadata") or {}).get("resourceVersion") or "")
+
+
 def _broken(error: BaseException, server: str) -> HoldfastError:
     """Return the error for a call without an answer."""
     from urllib3 import exceptions
@@ -533,19 +533,17 @@ def watch_until(
         UserError, PlatformError: the cluster cannot be asked; what `good` raises.
     """
     end = mono() + for_s
-    seen = _WatchedObjects(partial(api.list_all, resource, namespace, labels=labels, fields=fields))
-    watch = partial(api.watch, resource, namespace, labels=labels, fields=fields)
+    seen = _WatchedObjects(
+        partial(api.list_all, resource, namespace, labels=labels, fields=fields),
+        partial(api.watch, resource, namespace, labels=labels, fields=fields),
+    )
 
     def until_the_end() -> bool:
         while (began := mono()) < end or seen.version is None:
             try:
-                if seen.listed() and good(seen.objects):
-                    return True
-                assert seen.version is not None, "they are listed"
                 seconds = max(1, int(min(end - began, _ROUND_S)))
-                for event in watch(version=seen.version, seconds=seconds):
-                    if seen.changed(*event) and good(seen.objects):
-                        return True
+                if any(good(seen.objects) for _ in seen.changes(seconds)):
+                    return True
             except GoneError:  # it was away for too long
                 seen.version = None
             if mono() - began < _QUICK_WATCH_S:
@@ -560,26 +558,23 @@ def watch_until(
 
 @dataclass(slots=True)
 class _WatchedObjects:
-    """The known objects of a watch."""
-
     list_all: Callable[[], tuple[list[Object], str]]
+    watch: Callable[..., Iterator[tuple[str, Object]]]
     version: str | None = None
     """None: they are to be listed."""
     objects: dict[str, Object] = field(default_factory=dict)
 
-    def listed(self) -> bool:
-        """List the objects if needed; return whether it was."""
-        if self.version is not None:
-            return False
-        items, self.version = self.list_all()
-        self.objects = {name_of(item): item for item in items}
-        return True
-
-    def changed(self, kind: str, found: Object) -> bool:
-        """Take in one event; return whether an object has changed."""
-        self.version = (found.get("metadata") or {}).get("resourceVersion") or self.version
-        if kind == "DELETED":
+    def changes(self, seconds: int) -> Iterator[None]:
+        """List the objects if needed, then watch them; yield after each change."""
+        if self.version is None:
+            items, self.version = self.list_all()
+            self.objects = {name_of(item): item for item in items}
+            yield
+        for kind, found in self.watch(version=self.version, seconds=seconds):
+            self.version = _version_of(found) or self.version
+            if kind == "BOOKMARK":
+                continue
             self.objects.pop(name_of(found), None)
-        elif kind != "BOOKMARK":
-            self.objects[name_of(found)] = found
-        return kind != "BOOKMARK"
+            if kind != "DELETED":
+                self.objects[name_of(found)] = found
+            yield

@@ -11,7 +11,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -59,6 +59,7 @@ from launcher.platforms.kubernetes.pods import (
     runs,
     time_of,
     trouble_of,
+    uid_of,
 )
 from launcher.platforms.kubernetes.status_text import (
     DRAIN_REASON,
@@ -94,7 +95,6 @@ _DRAIN_OPTIONS: Final = (
     "--delete-emptydir-data",  # /dev/shm is one
     f"--pod-selector={MANAGED_LABEL}={MANAGED_BY}",
 )
-_FILES: Final = (JOB_FILE, MANIFESTS)
 
 
 class KubernetesBackend(Backend):
@@ -171,11 +171,15 @@ class KubernetesBackend(Backend):
         # With the date: nothing takes the annotation away when the node is uncordoned.
         said = f"{reason} [{time.strftime('%Y-%m-%d %H:%M', time.localtime(self._wall()))}]"
         about = {"metadata": {"annotations": {DRAIN_REASON: said}}, "spec": {"unschedulable": True}}
+
+        def delete(pod: Object) -> None:  # its agent leaves the job, its state is saved
+            api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
+
         try:
             for name in names:
                 api.patch(NODE, "", name, about)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(partial(_delete_pod, api), self._pods_on(names)))
+                list(pool.map(delete, self._pods_on(names)))
         except UserError as error:
             if error.code != "HF753":
                 raise
@@ -294,8 +298,7 @@ class KubernetesBackend(Backend):
             return False
         if not is_ending(seen.job) and not any(map(runs, seen.pods)):
             return False
-        self._tell_stop(job, seen.reached)
-        self._delete(job, seen.job)
+        self._delete(job, seen)
         return True
 
     def cancel(self, job: JobRef) -> None:
@@ -304,8 +307,7 @@ class KubernetesBackend(Backend):
         if seen.job is not None:
             if has_ended(seen.job) and not is_ending(seen.job):
                 return
-            self._tell_stop(job, seen.reached)
-            self._delete(job, seen.job)
+            self._delete(job, seen)
 
         def end(pod: Object) -> None:
             here.api.delete(POD, here.namespace, name_of(pod), grace_s=CANCEL_S)
@@ -392,34 +394,31 @@ class KubernetesBackend(Backend):
         bundle = self._bundle(job)
         return bundle.python, bundle.run_dir
 
-    def _seen(self, jobs: Iterable[JobRef], *, details: bool = False) -> dict[JobRef, ApiView]:
+    def _seen(self, jobs: Sequence[JobRef], *, details: bool = False) -> dict[JobRef, ApiView]:
         """Return views of jobs of one namespace."""
-        listed = list(jobs)
-        if not listed:
+        if not jobs:
             return {}
-        bundles, here = {str(job.id): self._bundle(job) for job in listed}, self._at(listed[0])
+        bundles, here = {str(job.id): self._bundle(job) for job in jobs}, self._at(jobs[0])
         look = _Look(api=here.api, namespace=here.namespace, now_unix=self._wall())
         found = look.at(bundles, details=details)
-        self._kind = self._bundle(listed[-1]).target
-        return {job: _same(found[str(job.id)], job) for job in listed}
+        self._kind = self._bundle(jobs[-1]).target
+        return {job: _same(found[str(job.id)], job) for job in jobs}
 
-    def _tell_stop(self, job: JobRef, pods: Sequence[str]) -> None:
-        """Tell the agents that the whole run ends, where their storage is elsewhere."""
-        here, run_dir = self._at(job), Path(job.run_dir)
-        if here.bundle.run_dir != job.run_dir and pods and stop_request.asked(run_dir):
-            # Should it not get there: the deletion, which every pod is notified of, is enough.
-            with contextlib.suppress(UserError, PlatformError):
-                here.put_stop(pods[0], run_dir)
-
-    def _delete(self, job: JobRef, found: Object) -> None:
+    def _delete(self, job: JobRef, seen: ApiView) -> None:
         """Delete the job's object; what belongs to it follows.
 
         Not in the foreground: Trainer's webhook refuses to let go of a TrainJob whose
         TrainingRuntime has gone before it, as others may have caused. Another deletion frees such a
-        one too.
+        one too. First the agents are told that the whole run ends, where their storage is
+        elsewhere.
         """
-        here, uid = self._at(job), str((found.get("metadata") or {}).get("uid") or "")
-        here.api.delete(RESOURCES[here.bundle.kind], here.namespace, job.id, uid=uid)
+        assert seen.job is not None
+        here, run_dir, pods = self._at(job), Path(job.run_dir), seen.reached
+        if here.bundle.run_dir != job.run_dir and pods and stop_request.asked(run_dir):
+            # Should it not get there: the deletion, which every pod is notified of, is enough.
+            with contextlib.suppress(UserError, PlatformError):
+                here.put_stop(pods[0], run_dir)
+        here.api.delete(RESOURCES[here.bundle.kind], here.namespace, job.id, uid=uid_of(seen.job))
 
     def _bundle(self, job: JobRef) -> Bundle:
         """Return what was submitted, from the files in the run directory.
@@ -429,7 +428,7 @@ class KubernetesBackend(Backend):
         """
         if job.run_dir not in self._bundles:
             files = {}
-            for name in _FILES:
+            for name in (JOB_FILE, MANIFESTS):
                 with contextlib.suppress(FileNotFoundError):
                     path = Path(job.run_dir) / name
                     files[name] = path.read_text(encoding="utf-8", errors="replace")
@@ -474,7 +473,9 @@ class _Look:
         Raises:
             UserError, PlatformError: the cluster cannot be asked.
         """
-        labels = _selector(list(bundles))
+        labels = f"{MANAGED_LABEL}={MANAGED_BY}"
+        if len(bundles) <= _MOST_NAMES:
+            labels += f",{RUN_LABEL} in ({','.join(sorted(bundles))})"
         jobs: dict[tuple[str, str], Object] = {}
         for kind in sorted({bundle.kind for bundle in bundles.values()}):
             found, _ = self.api.list_all(RESOURCES[kind], self.namespace, labels=labels)
@@ -520,13 +521,10 @@ class _Look:
         """Return whether more has to be asked about it."""
         if seen.job is None or has_ended(seen.job):
             return False
-        count = sum(runs(pod) for pod in seen.pods)
-        if count < (seen.num_pods or 1):
-            return True
-        if any(self._is_young_successor(pod, seen.job) for pod in seen.pods):
-            return True
-        return any(
-            trouble_of(pod, now_unix=self.now_unix) is not None or not is_true(pod, "Ready")
+        return sum(map(runs, seen.pods)) < (seen.num_pods or 1) or any(
+            self._is_young_successor(pod, seen.job)
+            or trouble_of(pod, now_unix=self.now_unix) is not None
+            or not is_true(pod, "Ready")
             for pod in seen.pods
         )
 
@@ -542,11 +540,8 @@ class _Look:
     def _optional(self, *versions: Resource) -> Sequence[Object]:
         """Return all objects of a kind, by the first readable version, if any."""
         for resource in versions:
-            try:
-                found, _ = self.api.list_all(resource, self.namespace)
-            except (UserError, PlatformError):
-                continue
-            return tuple(found)
+            with contextlib.suppress(UserError, PlatformError):
+                return self.api.list_all(resource, self.namespace)[0]
         return ()
 
     def _answers(self, host: str) -> bool | None:
@@ -556,18 +551,6 @@ class _Look:
         except (UserError, PlatformError):
             return None
         return False if node is None else is_true(node, "Ready") is not None
-
-
-def _delete_pod(api: KubernetesApi, pod: Object) -> None:
-    """Delete a pod with its grace period: its agent leaves the job, its state is saved."""
-    api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
-
-
-def _selector(names: Sequence[str]) -> str:
-    mine = f"{MANAGED_LABEL}={MANAGED_BY}"
-    if len(names) > _MOST_NAMES:
-        return mine
-    return f"{mine},{RUN_LABEL} in ({','.join(sorted(names))})"
 
 
 def _same(seen: ApiView, job: JobRef) -> ApiView:

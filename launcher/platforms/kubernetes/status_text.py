@@ -24,6 +24,7 @@ from launcher.platforms.kubernetes.pods import (
     PodFailure,
     Trouble,
     agent_status,
+    annotation_of,
     bad_ends,
     condition,
     failures,
@@ -46,6 +47,7 @@ from launcher.platforms.kubernetes.pods import (
     time_of,
     told_ends,
     trouble_of,
+    uid_of,
 )
 from launcher.render.kubernetes_names import QUEUE_LABEL
 
@@ -201,9 +203,9 @@ def description_of(seen: ApiView) -> dict[str, str]:
         "Kind": f"{job.get('kind')} ({job.get('apiVersion')})",
         "Name": name_of(job),
         "Namespace": str(metadata.get("namespace") or ""),
-        "UID": str(metadata.get("uid") or ""),
+        "UID": uid_of(job),
         "Created": str(metadata.get("creationTimestamp") or ""),
-        "Queue": str((metadata.get("labels") or {}).get(QUEUE_LABEL) or ""),
+        "Queue": label_of(job, QUEUE_LABEL),
         "Conditions": _conditions(job),
     }
     phases = Counter("Terminating" if is_ending(pod) else phase_of(pod) for pod in seen.pods)
@@ -339,14 +341,14 @@ def _in_queue(seen: ApiView, queue: str, suspended: Object | None) -> tuple[str,
         said = text_of((suspended or {}).get("message"))
         return joined("Suspended", said), "it is suspended, and no queue will let it continue"
     assert seen.job is not None
-    uid = (seen.job.get("metadata") or {}).get("uid")
+    uid = uid_of(seen.job)
     for workload in seen.workloads:
         owners = (workload.get("metadata") or {}).get("ownerReferences") or ()
         if not any(uid and owner.get("uid") == uid for owner in owners):
             continue
         for kind in ("Evicted", "QuotaReserved", "Admitted"):
             found = condition(workload, kind)
-            if found is None or (str(found.get("status")).lower() == "true") != (kind == "Evicted"):
+            if found is None or bool(is_true(workload, kind)) != (kind == "Evicted"):
                 continue
             message = text_of(found.get("message"))
             if kind == "Evicted" and str(found.get("reason")) == "Preempted":
@@ -422,9 +424,8 @@ def _started(seen: ApiView) -> float | None:
     """
     assert seen.job is not None
     noted = time_of((seen.job.get("status") or {}).get("startTime"))
-    held = condition(seen.job, "Suspended") or {}
-    resumed = _since(held) if str(held.get("status")).lower() == "false" else None
-    return noted or resumed or made_at(seen.job)
+    resumed = condition(seen.job, "Suspended", status="false") or {}
+    return noted or _since(resumed) or made_at(seen.job)
 
 
 def _since(found: Mapping[str, Any]) -> float | None:
@@ -453,8 +454,6 @@ _INSTANCE_TYPE: Final = "node.kubernetes.io/instance-type"
 _EVERY_NODE_HAS: Final = ("cpu", "memory", "pods", "ephemeral-storage")
 _WORDS_CHARS: Final = 200
 
-_Kind = tuple[Any, ...]
-
 
 def as_machines(nodes: Iterable[Object]) -> list[Machine]:
     """Return the machines of nodes of the API.
@@ -464,21 +463,22 @@ def as_machines(nodes: Iterable[Object]) -> list[Machine]:
     another one that most nodes of its kind lack. A taint of most nodes is the site's way of sorting
     them.
     """
-    there = [node for node in nodes if (node.get("metadata") or {}).get("name")]
+    there = [node for node in nodes if name_of(node)]
     kinds = Counter(map(_kind, there))
     common = Counter((_kind(node), key) for node in there for key in {*_taints(node)})
     found = []
     for node in there:
-        kind, meta = _kind(node), node["metadata"]
-        odd = [key for key in _taints(node) if 2 * common[kind, key] <= kinds[kind]]
-        said = [*_said(node), *(f"taint {key}" for key in _taints(node) if _is_own(key))]
-        said += [f"taint {key}" for key in odd if not _is_own(key) and not key.startswith(_ROLE)]
-        rack = str((meta.get("labels") or {}).get(RACK, ""))
-        found.append(Machine(name=str(meta["name"]), closed="; ".join(said), rack=rack))
+        kind, taints = _kind(node), _taints(node)
+        own = [key for key in taints if key.startswith(_OWN_TAINTS)]
+        odd = [key for key in taints if 2 * common[kind, key] <= kinds[kind]]
+        odd = [key for key in odd if key not in own and not key.startswith(_ROLE)]
+        said = [*_said(node), *(f"taint {key}" for key in (*own, *odd))]
+        closed, rack = "; ".join(said), label_of(node, RACK)
+        found.append(Machine(name=name_of(node), closed=closed, rack=rack))
     return found
 
 
-def _kind(node: Object) -> _Kind:
+def _kind(node: Object) -> tuple[Any, ...]:
     """Return what nodes for the same use have in common: type and devices."""
     capacity = (node.get("status") or {}).get("capacity") or {}
     devices = sorted(
@@ -486,7 +486,7 @@ def _kind(node: Object) -> _Kind:
         for name, number in capacity.items()
         if name not in _EVERY_NODE_HAS and not name.startswith("hugepages-")
     )
-    return (node["metadata"].get("labels") or {}).get(_INSTANCE_TYPE, ""), *devices
+    return label_of(node, _INSTANCE_TYPE), *devices
 
 
 def _taints(node: Object) -> list[str]:
@@ -499,14 +499,10 @@ def _taints(node: Object) -> list[str]:
     return found
 
 
-def _is_own(taint: str) -> bool:
-    return taint.startswith(_OWN_TAINTS)
-
-
 def _said(node: Object) -> Iterator[str]:
     spec, status = node.get("spec") or {}, node.get("status") or {}
     if spec.get("unschedulable"):
-        why = (node["metadata"].get("annotations") or {}).get(DRAIN_REASON)
+        why = annotation_of(node, DRAIN_REASON)
         yield f"cordoned: {why}" if why else "cordoned"
     for one in status.get("conditions") or ():
         name, state = one.get("type"), one.get("status")

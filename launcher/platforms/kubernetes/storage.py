@@ -46,6 +46,7 @@ from launcher.platforms.kubernetes.pods import (
     stuck_s,
     time_of,
     trouble_of,
+    uid_of,
 )
 from launcher.platforms.kubernetes.status_text import ApiView
 from launcher.platforms.retries import retried
@@ -234,7 +235,7 @@ class Storage:
         chosen = ordered[:1] + [pod for pod in ordered[1:] if name_of(pod) in failed]
         for pod in chosen:
             state, host = agent_status(pod).get("state") or {}, host_of(pod)
-            uid = str((pod.get("metadata") or {}).get("uid") or name_of(pod))
+            uid = uid_of(pod) or name_of(pod)
             since = fetched.pods.get(uid, "")
             if since == _DONE or not ("running" in state or "terminated" in state):
                 continue
