@@ -98,8 +98,13 @@ class BackgroundBackend(Backend):
             PermanentError: it ended at once; with its last words.
         """
         del without  # all nodes are this machine
-        _refuse_what_cannot_run(files)
         assert tasks is None, "there are no arrays here"
+        if json.loads(files["job.json"]).get("device") != "cpu":
+            raise UserError(
+                "HF205",
+                "nodes with GPUs cannot be emulated on this machine; use cluster.gpu: cpu (as in "
+                "--set cluster.gpu=cpu), or submit the job to a real cluster",
+            )
         log = run_dir / "logs" / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
@@ -158,21 +163,12 @@ class BackgroundBackend(Backend):
 
     def output_files(self, job: JobRef) -> list[Path]:
         """Return the log of launchers in the background."""
-        return [path for path in [Path(job.run_dir) / "logs" / LOG] if path.is_file()]
+        log = Path(job.run_dir) / "logs" / LOG
+        return [log] if log.is_file() else []
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return the launcher's mark."""
         return {key: str(value) for key, value in read_json(Path(job.run_dir) / MARK).items()}
-
-
-def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
-    job = json.loads(files["job.json"])
-    if job.get("device") != "cpu":
-        raise UserError(
-            "HF205",
-            "nodes with GPUs cannot be emulated on this machine; use cluster.gpu: cpu (as in "
-            "--set cluster.gpu=cpu), or submit the job to a real cluster",
-        )
 
 
 def _spawn(argv: list[str], env: Mapping[str, str], log: Path) -> int:

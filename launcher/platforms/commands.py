@@ -45,7 +45,7 @@ class TimedOutError(TemporaryError):
 
 
 class Commands(Protocol):
-    """The runner of commands that backends ask for; `SystemCommands` is the real one."""
+    """Runs the commands of a backend; `SystemCommands` is the real one."""
 
     def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
         """Run one command to its end.
@@ -57,13 +57,10 @@ class Commands(Protocol):
 
 
 class SystemCommands:
-    """Runs programs found on PATH; `fix` has, by program, the way out of a user without it."""
+    """Runs programs found on PATH; `fix` is program -> what a user without it can do."""
 
     def __init__(
-        self,
-        env: Mapping[str, str] | None = None,
-        *,
-        fix: Mapping[str, str] | None = None,
+        self, env: Mapping[str, str] | None = None, *, fix: Mapping[str, str] | None = None
     ) -> None:
         self._env = dict(os.environ if env is None else env)
         self._fix = fix or {}
@@ -81,7 +78,7 @@ class SystemCommands:
             )
         except FileNotFoundError:
             raise self._missing(argv[0], "is not installed here, or not on the PATH") from None
-        except (PermissionError, OSError) as error:
+        except OSError as error:
             raise self._missing(argv[0], f"cannot be run: {error.strerror or error}") from error
         with process:
             try:

@@ -17,10 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import not_
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from elastic_trainer.plan.injected import VARIABLE as FAULTS
 from elastic_trainer.plan.injected import Inside
@@ -31,8 +32,8 @@ from launcher.spec.errors import PermanentError
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
 """A killed agent leaves `holdfast-<run id>-<node>-<random>` here, with a file whose lock it held
 (agent/workers/environment.py). After an emulated power loss we tidy it."""
-_LOCK = "owner"
-
+_LOCK: Final = "owner"
+_KILL_S: Final = 10.0
 SMALL_DISK_BYTES = 1 << 30
 """The largest file system that is filled on purpose."""
 
@@ -128,7 +129,7 @@ class LocalCluster:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=self._environment(name, os.environ),
+                    env=self._environment(name),
                     start_new_session=True,
                     preexec_fn=die_with_parent(),  # noqa: PLW1509  it only calls prctl
                 )
@@ -145,22 +146,22 @@ class LocalCluster:
         process = self.nodes[name].process
         return set() if process is None else node_pids(self._marker(name), process.pid)
 
-    def kill_node(self, name: str, *, timeout_s: float = 10.0) -> None:
+    def kill_node(self, name: str) -> None:
         """Emulate a power loss: agent, zygote and workers die at once; returns when all are gone.
 
         Raises:
-            PermanentError: processes are left after `timeout_s`.
+            PermanentError: processes are left after 10 s.
         """
         node = self.nodes[name]
-        if node.process is None:
+        process = node.process
+        if process is None:
             return
         # Whoever left the agent's session must be found before its parents die.
         strays = self.pids(name)
         with contextlib.suppress(ProcessLookupError):  # it had ended by itself; strays may be left
-            os.killpg(node.process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         signal_all(strays, signal.SIGKILL)
         node.killed_at, node.paused = self._mono(), False
-        process = node.process
 
         def kill() -> set[int]:
             process.poll()
@@ -168,8 +169,8 @@ class LocalCluster:
             signal_all(left, signal.SIGKILL)
             return left
 
-        left = polled(kill, lambda left: not left, for_s=timeout_s, every_s=0.005, mono=self._mono)
-        process.wait(timeout_s)
+        left = polled(kill, not_, for_s=_KILL_S, every_s=0.005, mono=self._mono)
+        process.wait(_KILL_S)
         if left:
             raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
 
@@ -194,10 +195,10 @@ class LocalCluster:
         signal_all({found}, signal.SIGKILL)
 
     def ask_worker(self, number: Inside, pid: int) -> None:
-        """Have one worker suffer a fault that only it can bring about.
+        """Inject a fault that only the worker itself can bring about.
 
         Raises:
-            PermanentError: it does not listen, such as scripts and workers that just start.
+            PermanentError: it does not listen, such as a script or a worker that just starts.
         """
         if not catches(pid, number):
             raise PermanentError(f"process {pid} takes no such fault: not a trainer, or starting")
@@ -249,7 +250,7 @@ class LocalCluster:
             raise PermanentError(f"{self.run_dir} is larger than {SMALL_DISK_BYTES >> 30} GiB")
 
     def fill_disk(self, *, left_bytes: int) -> None:
-        """Fill the run directory's file system but for so much; `check_small_disk` first."""
+        """Fill the run directory's file system but for `left_bytes`; `check_small_disk` first."""
         block = bytes(1 << 12)
         with self._filler.open("wb", buffering=0) as file:
             with contextlib.suppress(OSError):
@@ -273,7 +274,7 @@ class LocalCluster:
             self._tidy(name)
 
     def _tidy(self, name: str) -> None:
-        """Remove the leftovers in memory of killed agents of `name`, as a power loss would."""
+        """Remove what killed agents of `name` left in memory, as a power loss would."""
         for path in SCRATCH.glob(f"{glob.escape(f'holdfast-{self.run_id}-{name}-')}*"):
             try:
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -315,12 +316,11 @@ class LocalCluster:
     def _marker(self, name: str) -> str:
         return f"{self.job_id}/{name}"
 
-    def _environment(self, name: str, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of an agent; many nodes share few cores, so one thread each."""
+    def _environment(self, name: str) -> dict[str, str]:
         return {
-            **base,
-            "PYTHONPATH": with_packages(base.get("PYTHONPATH")),
-            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH")),
+            "OMP_NUM_THREADS": "1",  # many nodes share few cores
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
             MARKER: self._marker(name),
@@ -356,10 +356,10 @@ MARKER = "HOLDFAST_EMULATED_NODE"
 """Environment variable that marks every process of an emulated node: `<job id>/<node>`."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PROC: Final = Path("/proc")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """One row of the process table."""
 
     pid: int
@@ -369,28 +369,30 @@ class Process:
     """One letter as in proc(5); a zombie (Z) holds nothing any more."""
 
 
-def process_table(proc: Path = Path("/proc")) -> list[Process]:
+def _stat(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat, from the state on; empty: the process is gone."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # The command in parentheses may hold anything: fields start after the last one.
+    return text[text.rindex(")") + 2 :].split()
+
+
+def process_table() -> list[Process]:
     """Return every visible process."""
-    table = []
-    for entry in os.scandir(proc):
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        # The command in parentheses may hold anything: fields start after the last one.
-        fields = text[text.rindex(")") + 2 :].split()
-        table.append(Process(int(entry.name), int(fields[1]), int(fields[3]), fields[0]))
-    return table
+    pids = [int(path.name) for path in _PROC.iterdir() if path.name.isdigit()]
+    return [
+        Process(pid, int(fields[1]), int(fields[3]), fields[0])
+        for pid in pids
+        if (fields := _stat(pid))
+    ]
 
 
-def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]:
+def node_pids(marker: str, session: int) -> set[int]:
     """Return the live processes of the node with `marker`, whose agent leads `session`."""
-    table = [row for row in process_table(proc) if row.state not in ("Z", "X")]
-    mine = {
-        row.pid for row in table if row.session == session or _has_marker(proc, row.pid, marker)
-    }
+    table = [row for row in process_table() if row.state not in ("Z", "X")]
+    mine = {row.pid for row in table if row.session == session or _has_marker(row.pid, marker)}
     while True:
         grown = mine | {row.pid for row in table if row.ppid in mine}
         if grown == mine:
@@ -398,32 +400,32 @@ def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]
         mine = grown
 
 
-def child_named(parent: int, name: str, proc: Path = Path("/proc")) -> int | None:
+def child_named(parent: int, name: str) -> int | None:
     """Return the child of process `parent` that calls itself `name`, if any.
 
     What a child forks may have the same name, but has another parent.
     """
-    for row in process_table(proc):
+    for row in process_table():
         if row.ppid != parent or row.state in ("Z", "X"):
             continue
         with contextlib.suppress(OSError):  # ended meanwhile
-            if (proc / str(row.pid) / "comm").read_text(encoding="utf-8") == f"{name}\n":
+            if (_PROC / str(row.pid) / "comm").read_text(encoding="utf-8") == f"{name}\n":
                 return row.pid
     return None
 
 
-def _has_marker(proc: Path, pid: int, marker: str) -> bool:
+def _has_marker(pid: int, marker: str) -> bool:
     try:
-        environ = (proc / str(pid) / "environ").read_bytes()
+        environ = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:  # ended meanwhile, or another user's
         return False
     return f"{MARKER}={marker}".encode() in environ.split(b"\0")
 
 
-def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Return whether process `pid` has a handler for signal `number`; else it might kill it."""
     try:
-        lines = (proc / str(pid) / "status").read_text(encoding="utf-8").splitlines()
+        lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     except OSError:  # ended meanwhile
         return False
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
@@ -435,12 +437,8 @@ def start_ticks(pid: int) -> int | None:
 
     Process ids alone are reused.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *words = text[text.rindex(")") + 2 :].split()
-    return None if state == "Z" else int(words[18])
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
 def signal_all(pids: set[int], number: int) -> None:

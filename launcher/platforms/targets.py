@@ -5,10 +5,10 @@ Modules are named, not imported: a command that needs none of them stays fast.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
 from launcher.spec.errors import UserError
@@ -45,7 +45,7 @@ class Target:
 
         `python` is the interpreter with holdfast, for platforms where the job names none.
         """
-        renderer: Callable[..., dict[str, str]] = _load(self.renderer)
+        renderer: Callable[..., dict[str, str]] = resolve_name(self.renderer)
         return renderer if self.kind is None else partial(renderer, kind=self.kind)
 
     def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
@@ -58,7 +58,7 @@ class Target:
         """
         if self.checker is not None:
             kind = {} if self.kind is None else {"kind": self.kind}
-            _load(self.checker)(spec, plan, **kind, **places)
+            resolve_name(self.checker)(spec, plan, **kind, **places)
 
     def load_sweep_renderer(self) -> Callable[..., dict[str, str]] | None:
         """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if any.
@@ -67,25 +67,13 @@ class Target:
         """
         if self.sweep_renderer is None:
             return None
-        renderer: Callable[..., dict[str, str]] = _load(self.sweep_renderer)
+        renderer: Callable[..., dict[str, str]] = resolve_name(self.sweep_renderer)
         return renderer
 
     def load_backend(self) -> Backend:
         """Return a backend, which submits and watches."""
-        backend: Backend = _load(self.backend)()
+        backend: Backend = resolve_name(self.backend)()
         return backend
-
-
-def _on_kubernetes(kind: str) -> Target:
-    return Target(
-        "launcher.render.kinds:render_kubernetes",
-        "launcher.platforms.kubernetes.backend:KubernetesBackend",
-        checker="launcher.render.kinds:check_pods",
-        kind=kind,
-        sees_other_paths=True,
-        lost="pod_lost",
-        exclude="kubernetes.exclude",
-    )
 
 
 TARGETS: Final[dict[str, Target]] = {
@@ -100,7 +88,18 @@ TARGETS: Final[dict[str, Target]] = {
         nodes_return=False,  # --no-kill gives a node away for good
         exclude="slurm.exclude",
     ),
-    **{kind: _on_kubernetes(kind) for kind in ("pytorchjob", "jobset", "trainjob")},
+    **{
+        kind: Target(
+            "launcher.render.kinds:render_kubernetes",
+            "launcher.platforms.kubernetes.backend:KubernetesBackend",
+            checker="launcher.render.kinds:check_pods",
+            kind=kind,
+            sees_other_paths=True,
+            lost="pod_lost",
+            exclude="kubernetes.exclude",
+        )
+        for kind in ("pytorchjob", "jobset", "trainjob")
+    },
 }
 """Platforms by name."""
 
@@ -109,13 +108,8 @@ def target_named(name: str) -> Target:
     """Return the platform called `name`.
 
     Raises:
-        UserError: HF206: it is unknown.
+        UserError: HF206 it is unknown.
     """
     if name not in TARGETS:
         raise UserError("HF206", f"{name} is not a target; use {', '.join(TARGETS)}")
     return TARGETS[name]
-
-
-def _load(dotted: str) -> Any:
-    module, _, attribute = dotted.partition(":")
-    return getattr(importlib.import_module(module), attribute)
