@@ -297,17 +297,15 @@ class _Wish(NamedTuple):
 
 def _wishes(job: BatchRequest) -> Iterator[_Wish]:
     """Yield each demand on a node, then all of them together."""
-    each: list[_Wish] = []
-    for name, kind, count in job.gres:
-        what = ":".join(filter(None, (name, kind, str(count))))
-        each.append(
-            _Wish(
-                job.gres_key,
-                what,
-                partial(_has_gres, (name, kind, count)),
-                lambda group: re.sub(r"\([^)]*\)", "", group.gres) or "no GRES",
-            )
+    each = [
+        _Wish(
+            job.gres_key,
+            ":".join(filter(None, (name, kind, str(count)))),
+            partial(_has_gres, name, kind, count),
+            lambda group: re.sub(r"\([^)]*\)", "", group.gres) or "no GRES",
         )
+        for name, kind, count in job.gres
+    ]
     if job.cpus:
         each.append(
             _Wish(
@@ -346,9 +344,8 @@ def _wishes(job: BatchRequest) -> Iterator[_Wish]:
         )
 
 
-def _has_gres(wish: tuple[str, str, int], group: NodeGroup) -> bool:
+def _has_gres(name: str, kind: str, count: int, group: NodeGroup) -> bool:
     """Return whether such nodes have so many; GRES without a type may be of any."""
-    name, kind, count = wish
     there = [(k, n) for other, k, n in _gres(group.gres) if other == name]
     return sum(n for k, n in there if not kind or not k or k.lower() == kind.lower()) >= count
 
@@ -393,12 +390,11 @@ def _flags(row: Mapping[str, str]) -> list[str]:
 def _of_account(
     job: BatchRequest, cluster: SlurmCluster, partitions: Sequence[Mapping[str, str]]
 ) -> Iterator[Problem]:
-    if cluster.associations is None:
-        return
-    accounts = sorted({row["Account"] for row in cluster.associations})
-    account = job.account or (accounts[0] if len(accounts) == 1 else "")
+    associations = cluster.associations or ()
+    accounts = sorted({row["Account"] for row in associations})
     if not accounts:
         return  # the database may know the user by another name; if not, sbatch says so
+    account = job.account or (accounts[0] if len(accounts) == 1 else "")
     if account and account not in accounts:
         message = f"{cluster.user} is not in account {account}; use one of {_listed(accounts)}"
         yield _problem("HF683", "slurm.account", message)
@@ -406,7 +402,7 @@ def _of_account(
     names = {part["PartitionName"] for part in partitions}
     mine = [
         row
-        for row in cluster.associations
+        for row in associations
         if row["Account"] == account and row["Partition"] in {"", *names}
     ]
     allowed = sorted({name for row in mine for name in row["QOS"].split(",") if name})
@@ -429,12 +425,9 @@ def _over_limits(
     Of one limit on several levels the first that is set counts, in Slurm's order: the partition's
     QOS, the job's (first with OverPartQOS), the user's association, the account.
     """
-    found: list[Problem] = []
-    for qos in _candidates(job, cluster):
-        found = list(_over(job, cluster, part, mine, qos))
-        if not found:
-            return  # with this one it starts
-    yield from found
+    found = [list(_over(job, cluster, part, mine, qos)) for qos in _candidates(job, cluster)]
+    if found and all(found):  # else it starts with one of them
+        yield from found[-1]
 
 
 def _over(

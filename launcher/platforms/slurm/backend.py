@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from launcher.platforms.retries import polled, retried
 from launcher.platforms.slurm import admission, parse, queries, status_text
 from launcher.platforms.slurm.parse import SlurmJob
 from launcher.platforms.slurm.queries import SlurmPatience, SlurmQueries, failure, flat, on_cluster
+from launcher.platforms.slurm.status_text import SCRIPT
 from launcher.record import stop_request
 from launcher.spec.errors import (
     PermanentError,
@@ -39,9 +41,6 @@ from launcher.spec.errors import (
     Where,
 )
 
-SCRIPT: Final = status_text.SCRIPT
-"""Name of the batch script in a bundle."""
-
 _FIX: Final = (
     "run this where Slurm's commands are, as on a login node, or use `holdfast render --to slurm` "
     "here and `sbatch` there"
@@ -49,6 +48,8 @@ _FIX: Final = (
 _PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 """Variables that say where Slurm is; all others would change the calls."""
+_USED: Final = re.compile("ALLOC|MIX|COMPLETING")
+"""States of nodes on which something of a job still is."""
 _PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 
 
@@ -68,8 +69,8 @@ class SlurmBackend(Backend):
         wall: Callable[[], float] = time.time,
     ) -> None:
         base = os.environ if env is None else env
-        self.ignored = ignored_variables(base)
-        """Variables of sbatch that are set here and not passed on."""
+        self.ignored = sorted(name for name in base if name.startswith("SBATCH_"))
+        """Variables of sbatch that are set here and not passed on: the job file counts."""
         self._commands = commands or SystemCommands(
             slurm_environment(base), fix=dict.fromkeys(_PROGRAMS, _FIX)
         )
@@ -172,12 +173,24 @@ class SlurmBackend(Backend):
         raise UserError("HF690", "cluster.fleet: on Slurm the ledger is a folder; name one")
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
-        """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave."""
-        queries.drain(self._commands, names, reason)
+        """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave.
+
+        Raises:
+            UserError: HF650 scontrol is missing; HF693 Slurm refuses: the user is not an operator.
+            TemporaryError: the controller is away.
+        """
+        argv = ["scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN"]
+        try:
+            queries.answer_of(self._commands, [*argv, f"Reason={reason}"])
+        except PermanentError as error:
+            raise UserError("HF693", f"Slurm does not drain them: {error}") from error
 
     def still_on(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the nodes that Slurm has given to a job."""
-        return queries.in_use(self._commands, names)
+        """Return the nodes that Slurm has given to a job, with their states."""
+        argv = ["scontrol", "--oneliner", "show", "node", ",".join(names)]
+        nodes = parse.records(queries.answer_of(self._commands, argv))
+        states = {node.get("NodeName", ""): node.get("State", "") for node in nodes}
+        return {name: state.lower() for name, state in states.items() if _USED.search(state)}
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of one task of an array: 123_4."""
@@ -216,14 +229,14 @@ class SlurmBackend(Backend):
             answer = self._commands.run(argv, timeout_s=self._patience.query_s)
         except TimedOutError:
             return False  # it was put back into the queue a moment ago
-        if answer.code and not status_text.had_ended(answer.err):
+        if answer.code and not status_text.ENDED_ALREADY.search(answer.err):
             raise failure(answer)
         return answer.code == 0
 
     def cancel(self, job: JobRef) -> None:
         """End the job by scancel, if it has not ended already."""
         answer = self._act(["scancel", *on_cluster(job.cluster), job.id])
-        if answer.code and not status_text.had_ended(answer.err):
+        if answer.code and not status_text.ENDED_ALREADY.search(answer.err):
             raise failure(answer)
 
     def output_files(self, job: JobRef) -> list[Path]:
@@ -235,11 +248,9 @@ class SlurmBackend(Backend):
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return the fields of `scontrol show job`, else those of sacct."""
-        fields = self._queries.fields(job)
-        if fields:
+        if fields := self._queries.fields(job):
             return {key: _readable(key, value) for key, value in fields.items()}
-        rows = self._queries.accounts(job)
-        if not rows:
+        if not (rows := self._queries.accounts(job)):
             return {}
         last = rows[-1]
         shown = {
@@ -307,8 +318,7 @@ class SlurmBackend(Backend):
         if status_text.is_not_configured(said):
             return failure(answer)
         key, fix = status_text.refusal(said)
-        names = self._queries.partitions() if key == "slurm.partition" else []
-        if names:
+        if key == "slurm.partition" and (names := self._queries.partitions()):
             listed = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
             fix = f"there are {listed}"
         return UserError("HF652", f"Slurm refuses the job: {said}; {fix}", where=Where(key=key))
@@ -336,11 +346,6 @@ def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {**outside_jobs(env), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
 
 
-def ignored_variables(env: Mapping[str, str]) -> list[str]:
-    """Return sbatch's variables in `env`, which do not count: the job file does."""
-    return sorted(name for name in env if name.startswith("SBATCH_"))
-
-
 def _status(found: SlurmJob, job: JobRef) -> JobStatus:
     """Return the status of a job, with the nodes that it has lost."""
     status = status_text.status_of(found)
@@ -359,15 +364,12 @@ def _unknown(away: str, job: JobRef) -> JobStatus:
     """Return the status of a job that Slurm does not know."""
     if not away and stop_request.asked(Path(job.run_dir)):
         # Slurm keeps no trace at all of a task that is cancelled while it waits with others.
-        text = "it was cancelled, and Slurm knows nothing of it (any more)"
-        return JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words=text)
+        words = "it was cancelled, and Slurm knows nothing of it (any more)"
+        return JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words=words)
     if away:
         return JobStatus(state=JobState.UNKNOWN, reason=away, words="nothing is known of it now")
-    return JobStatus(
-        state=JobState.UNKNOWN,
-        reason=NO_SUCH_JOB,
-        words="Slurm does not know it (any more), and keeps no accounts that do",
-    )
+    words = "Slurm does not know it (any more), and keeps no accounts that do"
+    return JobStatus(state=JobState.UNKNOWN, reason=NO_SUCH_JOB, words=words)
 
 
 def _readable(key: str, value: str) -> str:

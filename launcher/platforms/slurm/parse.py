@@ -43,6 +43,8 @@ _SBATCH_ID = re.compile(r"([0-9]+)(?:;([\w.-]+))?")
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
 _EXIT = re.compile(r"([0-9]+):([0-9]+)")
 _EXCLUDED = re.compile(r'^#SBATCH --exclude="?([^"\s]+)"?$', re.MULTILINE)
+_NODE_LIST = re.compile(r"(?:[^\[\]]|\[[^\[\]]*\])*", re.DOTALL)
+_NODE_LIST_PART = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+", re.DOTALL)
 _WILL_START = re.compile(r"to start at (\S+)(?: using .*? on (?:nodes? )?(\S+))?")
 
 
@@ -118,7 +120,7 @@ def _job(row: Mapping[str, str], source: str) -> SlurmJob:
 
 
 def parse_scontrol(text: str) -> list[dict[str, str]]:
-    """Read `scontrol --oneliner show job`: one mapping of fields for each job."""
+    """Read `scontrol --oneliner show job`: a mapping of fields for each job."""
     return [fields for fields in records(text) if "JobId" in fields and "JobState" in fields]
 
 
@@ -130,11 +132,10 @@ def records(text: str) -> list[dict[str, str]]:
     """
     listed = []
     for line in text.splitlines():
-        found = list(_KEY.finditer(line))
+        _, *found = _KEY.split(line)
         fields: dict[str, str] = {}
-        for index, match in enumerate(found):
-            end = found[index + 1].start() if index + 1 < len(found) else len(line)
-            fields.setdefault(match[1], line[match.end() : end].strip())
+        for key, value in zip(found[::2], found[1::2], strict=True):
+            fields.setdefault(key, value.strip())
         if fields:
             listed.append(fields)
     return listed
@@ -246,28 +247,15 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
     Other texts, and lists of over MAX_NODES, come back unchanged.
     """
+    if not _NODE_LIST.fullmatch(text):
+        return (text,)
     names: list[str] = []
     try:
-        for part in _top_level(text):
+        for part in _NODE_LIST_PART.findall(text):
             names.extend(_expand(part, MAX_NODES - len(names)))
     except ValueError:
         return (text,)
     return tuple(names)
-
-
-def _top_level(text: str) -> Iterator[str]:
-    """Yield the parts between commas outside brackets."""
-    depth, start = 0, 0
-    for index, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            raise ValueError(text)
-        if char == "," and depth == 0:
-            yield text[start:index]
-            start = index + 1
-    if depth:
-        raise ValueError(text)
-    yield text[start:]
 
 
 def _expand(part: str, most: int) -> list[str]:
@@ -286,11 +274,10 @@ def _numbers(text: str, most: int) -> Iterator[str]:
     """Yield the texts of `1-3,007-009`, with their leading zeros."""
     for item in text.split(","):
         low, dash, high = item.partition("-")
-        if not (low.isascii() and low.isdigit()) or (dash and not high.isdigit()):
+        is_range = low.isascii() and low.isdigit() and (not dash or high.isdigit())
+        if not is_range or len(item) > 40:
             raise ValueError(text)
-        if len(item) > 40:
-            raise ValueError(text)
-        first, last = int(low), int(high) if dash else int(low)
+        first, last = int(low), int(high if dash else low)
         if not 0 <= last - first < most:
             raise ValueError(text)
         for number in range(first, last + 1):

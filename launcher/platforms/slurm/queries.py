@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +62,7 @@ class SlurmQueries:
         by_id = parse.by_id(self._squeue(jobs, cluster, troubles))
         is_away = bool(troubles)
         for job in jobs:
-            mine = status_text.choose(by_id.get(job.id, []), job)
-            if mine is not None:
+            if (mine := status_text.choose(by_id.get(job.id, []), job)) is not None:
                 known[job] = mine
         if not any(isinstance(trouble, TemporaryError) for trouble in troubles):
             self._look_up(known, [job for job in jobs if is_away or _wants_code(known.get(job))])
@@ -180,7 +178,9 @@ class SlurmQueries:
             return []
         found = parse.parse_squeue(answer.out)
         if not found and answer.out.strip() and not cluster:  # with one, its name is a line
-            troubles.append(_garbage(answer))
+            text = flat(answer.out)
+            shown = text if len(text) <= 200 else text[:199] + "…"
+            troubles.append(PermanentError(f"squeue gave an answer that cannot be read: {shown}"))
         return found
 
     def _sacct(
@@ -229,7 +229,7 @@ class SlurmQueries:
 
     def _asked(self, argv: list[str]) -> CommandResult:
         answer = self._commands.run(argv, timeout_s=self._patience.query_s)
-        if answer.code == 0 or status_text.knows_no_such_job(answer.err):
+        if answer.code == 0 or status_text.NO_SUCH_ID.search(answer.err):
             return answer
         raise failure(answer)
 
@@ -260,12 +260,6 @@ def flat(text: str) -> str:
     return "; ".join(dict.fromkeys(bare))
 
 
-def _garbage(answer: CommandResult) -> PermanentError:
-    text = flat(answer.out)
-    shown = text if len(text) <= 200 else text[:199] + "…"
-    return PermanentError(f"{answer.argv[0]} gave an answer that cannot be read: {shown}")
-
-
 def _wants_code(job: SlurmJob | None) -> bool:
     return job is not None and job.code is None and status_text.status_of(job).state.is_final
 
@@ -286,8 +280,6 @@ def on_cluster(cluster: str) -> list[str]:
 TIMEOUT_S: Final = 60.0
 _CLOSED: Final = ("DRAIN", "DOWN", "FAIL", "REBOOT", "MAINT", "POWERED_DOWN", "NOT_RESPONDING")
 """Parts of states in which no job starts there (scontrol's manual, State)."""
-
-_USED: Final = re.compile("ALLOC|MIX|COMPLETING")
 
 
 def as_machines(nodes: str, topology: str = "") -> list[Machine]:
@@ -320,26 +312,19 @@ def _closed(state: str, reason: str) -> str:
 
 
 def machines(commands: Commands) -> list[Machine]:
-    """Return Slurm's nodes.
-
-    Raises:
-        UserError: HF650 scontrol is missing.
-        PlatformError: the controller is away.
-    """
-    nodes = _answer(commands, ["scontrol", "--all", "--oneliner", "show", "node"])
+    """Return Slurm's nodes; raises as `answer_of`."""
+    nodes = answer_of(commands, ["scontrol", "--all", "--oneliner", "show", "node"])
     # Without a topology plugin this fails, or says nothing.
     topology = commands.run(["scontrol", "--oneliner", "show", "topology"], timeout_s=TIMEOUT_S)
     return as_machines(nodes, "" if topology.code else topology.out)
 
 
 def draining(commands: Commands, names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that Slurm drains, with its reason; not those that are down.
+    """Return the nodes that Slurm drains, but not the down ones, with its reason.
 
-    Raises:
-        UserError: HF650 scontrol is missing.
-        PlatformError: the controller is away.
+    It raises as `answer_of`.
     """
-    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    said = answer_of(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
     return {
         machine.name: machine.closed
         for machine in as_machines(said)
@@ -347,33 +332,13 @@ def draining(commands: Commands, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def drain(commands: Commands, names: Sequence[str], reason: str) -> None:
-    """Drain nodes: Slurm starts nothing there any more.
+def answer_of(commands: Commands, argv: Sequence[str]) -> str:
+    """Return the output of one command, which is not repeated.
 
     Raises:
-        UserError: HF693 Slurm refuses: the user is not an operator.
-        TemporaryError: the controller is away.
+        UserError: HF650 the program is missing.
+        PlatformError: it fails.
     """
-    argv = ["scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN", f"Reason={reason}"]
-    try:
-        _answer(commands, argv)
-    except PermanentError as error:
-        raise UserError("HF693", f"Slurm does not drain them: {error}") from error
-
-
-def in_use(commands: Commands, names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that Slurm has given to jobs, with their states.
-
-    Raises:
-        UserError: HF650 scontrol is missing.
-        PlatformError: the controller is away.
-    """
-    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
-    states = {each.get("NodeName", ""): each.get("State", "") for each in parse.records(said)}
-    return {name: state.lower() for name, state in states.items() if _USED.search(state)}
-
-
-def _answer(commands: Commands, argv: Sequence[str]) -> str:
     answer = commands.run(argv, timeout_s=TIMEOUT_S)
     if answer.code:
         raise failure(answer)

@@ -173,8 +173,10 @@ _NOT_CONFIGURED = re.compile(
     r"|unable to (open|process) .*slurm\.conf|ClusterName needs to be specified",
     re.IGNORECASE,
 )
-_NO_SUCH_JOB = re.compile(r"invalid job id|no job found|does not exist", re.IGNORECASE)
-_ENDED_ALREADY = re.compile(r"already completing or completed|invalid job id", re.IGNORECASE)
+NO_SUCH_ID: Final = re.compile(r"invalid job id|no job found|does not exist", re.IGNORECASE)
+"""The complaint that a job's id is unknown."""
+ENDED_ALREADY: Final = re.compile(r"already completing or completed|invalid job id", re.IGNORECASE)
+"""The complaint of scancel that it came too late."""
 
 
 def is_temporary(complaint: str) -> bool:
@@ -190,16 +192,6 @@ def was_not_sent(complaint: str) -> bool:
 def is_not_configured(complaint: str) -> bool:
     """Return whether Slurm's programs are here but know no cluster."""
     return bool(_NOT_CONFIGURED.search(complaint))
-
-
-def knows_no_such_job(complaint: str) -> bool:
-    """Return whether the complaint is only that the job's id is unknown."""
-    return bool(_NO_SUCH_JOB.search(complaint))
-
-
-def had_ended(complaint: str) -> bool:
-    """Return whether scancel came too late."""
-    return bool(_ENDED_ALREADY.search(complaint))
 
 
 def refusal(complaint: str) -> tuple[str, str]:
@@ -263,7 +255,10 @@ def same_job(job: SlurmJob, ref: JobRef) -> bool:
         if job.submit < ref.submit_time - CLOCK_SLACK_S:
             return False
     if job.script is not None and ref.run_dir and not ref.own_script:
-        return job.script.split(" ")[0] in _scripts(ref) or job.script in _scripts(ref)
+        folder = PurePosixPath(ref.run_dir)
+        # A task's script is in the folder of its array.
+        known = {str(folder / SCRIPT), str(folder.parent / SCRIPT)}
+        return not known.isdisjoint((job.script, job.script.split(" ")[0]))
     if job.submit is not None or job.end is None or ref.submit_time is None:
         return True
     return job.end >= ref.submit_time - CLOCK_SLACK_S
@@ -289,12 +284,6 @@ def choose(jobs: Sequence[SlurmJob], ref: JobRef) -> SlurmJob | None:
     """Return the newest of `jobs` that is `ref`, if any."""
     found = mine(jobs, ref)
     return found[-1] if found else None
-
-
-def _scripts(ref: JobRef) -> tuple[str, str]:
-    """Return the possible paths of `ref`'s script: a task's is in the folder of its array."""
-    folder = PurePosixPath(ref.run_dir)
-    return str(folder / SCRIPT), str(folder.parent / SCRIPT)
 
 
 def _reason(job: SlurmJob) -> str:
