@@ -39,7 +39,7 @@ from launcher.local.verdicts import (
 )
 from launcher.plan.clock import clock_chain, predicted_save_s
 from launcher.plan.search import plan
-from launcher.platforms.local import SMALL_DISK_BYTES, with_packages
+from launcher.platforms.local import SMALL_DISK_BYTES, python_path
 from launcher.record.files import RunRecord
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
@@ -242,7 +242,7 @@ class Rehearsal:
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
-                env={**os.environ, "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH"))},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,  # Ctrl-C is for this process alone, which passes it on
             )
             timed_out = False

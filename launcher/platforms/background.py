@@ -12,18 +12,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import not_
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from elastic_trainer.storage.files import read_json
 from launcher.platforms.base import Backend, JobId, JobRef, JobState, JobStatus, state_of
-from launcher.platforms.local import start_ticks, with_packages
+from launcher.platforms.local import python_path, start_ticks
 from launcher.platforms.retries import polled
 from launcher.spec.errors import PermanentError, UserError
-
-_Seen = TypeVar("_Seen")
 
 MARK: Final = "launcher.json"
 """Job, process and machine of a live launcher."""
@@ -31,7 +30,7 @@ SUMMARY: Final = "summary.json"
 NEVER_STARTED: Final = "never started"
 """Reason of a run that no launcher has started, as a wrapped job."""
 LOG: Final = "launcher.log"
-"""In RUN/logs: what a launcher in the background says."""
+"""Output of a launcher in the background, in RUN/logs."""
 _START_S: Final = 30.0
 _END_S: Final = 15.0
 _POLL_S: Final = 0.05
@@ -73,14 +72,7 @@ class BackgroundBackend(Backend):
 
     name = "local"
 
-    def __init__(
-        self,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        mono: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._sleep, self._mono, self._wall = sleep, mono, wall
+    def __init__(self) -> None:
         self._asked: set[str] = set()
 
     def submit(
@@ -108,7 +100,7 @@ class BackgroundBackend(Backend):
         log = run_dir / "logs" / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
-        env = {**os.environ, "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH"))}
+        env = {**os.environ, "PYTHONPATH": python_path()}
         pid = _spawn(argv, env, log)
 
         def has_begun() -> bool:
@@ -122,8 +114,8 @@ class BackgroundBackend(Backend):
             return code == 0  # it had nothing to do
 
         # Not in time: a slow machine, of which status will tell.
-        self._polled(has_begun, bool, for_s=_START_S)
-        return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
+        polled(has_begun, bool, for_s=_START_S, every_s=_POLL_S)
+        return JobRef(id=JobId(f"local-{pid}"), submit_time=time.time(), run_dir=str(run_dir))
 
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """Return the status of each job, by its files and the table of processes."""
@@ -146,20 +138,15 @@ class BackgroundBackend(Backend):
         for _ in range(2):
             if not _interrupt(run_dir):
                 return
-            self._sleep(0.2)  # two at once would be one
+            time.sleep(0.2)  # two at once would be one
 
         def living() -> Mark | None:
             mark = read_mark(run_dir)
             return mark if mark is not None and mark.lives else None
 
-        mark = self._polled(living, lambda mark: mark is None, for_s=_END_S)
+        mark = polled(living, not_, for_s=_END_S, every_s=_POLL_S)
         if mark is not None:
             os.kill(mark.pid, signal.SIGKILL)
-
-    def _polled(
-        self, look: Callable[[], _Seen], until: Callable[[_Seen], bool], *, for_s: float
-    ) -> _Seen:
-        return polled(look, until, for_s=for_s, every_s=_POLL_S, sleep=self._sleep, mono=self._mono)
 
     def output_files(self, job: JobRef) -> list[Path]:
         """Return the log of launchers in the background."""
@@ -193,24 +180,19 @@ def _ended(pid: int) -> int | None:
 
 def _status(run_dir: Path) -> JobStatus:
     mark = read_mark(run_dir)
-    if mark is not None and not mark.is_here:
-        return JobStatus(
-            state=JobState.UNKNOWN,
-            reason=f"on {mark.host}",
-            words=f"its launcher runs, or ran, on {mark.host}; ask there",
-        )
-    if mark is not None and mark.lives:
+    if mark is None:
+        code = read_json(run_dir / SUMMARY).get("code")
+        if isinstance(code, int):
+            return JobStatus(state=state_of(code), code=code, source=SUMMARY)
+        words = "it was never started from here"
+        return JobStatus(state=JobState.UNKNOWN, reason=NEVER_STARTED, words=words)
+    if not mark.is_here:
+        words = f"its launcher runs, or ran, on {mark.host}; ask there"
+        return JobStatus(state=JobState.UNKNOWN, reason=f"on {mark.host}", words=words)
+    if mark.lives:
         return JobStatus(state=JobState.RUNNING, nodes=(mark.host,), source="process table")
-    code = read_json(run_dir / SUMMARY).get("code")
-    if mark is None and isinstance(code, int):
-        return JobStatus(state=state_of(code), code=code, source=SUMMARY)
-    if mark is not None:
-        return JobStatus(
-            state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"
-        )
-    return JobStatus(
-        state=JobState.UNKNOWN, reason=NEVER_STARTED, words="it was never started from here"
-    )
+    words = "its launcher was killed"
+    return JobStatus(state=JobState.FAILED, reason="the launcher is gone", words=words)
 
 
 def _interrupt(run_dir: Path) -> bool:

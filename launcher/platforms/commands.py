@@ -1,8 +1,7 @@
 """Runs the commands of a platform: the one seam to sbatch, squeue and the like.
 
-Every call has a time-out, an stdin of its own, and takes its whole process group with it when it is
-killed. The type of an error tells: a missing program is the user's to fix, one that does not answer
-is temporary.
+Every call has a time-out and its own stdin. Killing it kills its whole process group. A missing
+program is a UserError; a program that does not answer is a TemporaryError.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CommandResult:
         """Its stderr, else its stdout, without empty lines, cut at MAX_SAID."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         said = "\n".join(line.rstrip() for line in lines if line.strip())
-        return said if len(said) <= MAX_SAID else said[: MAX_SAID - 1] + "…"
+        return shortened(said, MAX_SAID)
 
 
 class TimedOutError(TemporaryError):
@@ -88,9 +87,9 @@ class SystemCommands:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 if isinstance(error, subprocess.TimeoutExpired):
-                    raise TimedOutError(
-                        f"{_shown(argv)} did not answer within {timeout_s:g} s"
-                    ) from None
+                    shown = shortened(shlex.join(argv), 120)
+                    message = f"{shown} did not answer within {timeout_s:g} s"
+                    raise TimedOutError(message) from None
                 raise
         return CommandResult(
             argv=tuple(argv),
@@ -104,6 +103,6 @@ class SystemCommands:
         return UserError("HF650", f"{program} {what}; {fix}")
 
 
-def _shown(argv: Sequence[str]) -> str:
-    text = shlex.join(argv)
-    return text if len(text) <= 120 else text[:119] + "…"
+def shortened(text: str, most: int) -> str:
+    """Return a text, cut to `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -14,10 +14,10 @@ DISTRIBUTION: Final = "holdfast-ml"
 """Its name for pip. On PyPI `holdfast` is another project."""
 
 
-def installed_version() -> str:
-    """Return the installed version; empty for a checkout that is not installed."""
+def installed_version(distribution: str = "") -> str:
+    """Return the installed version, by default of this distribution; empty: it is a checkout."""
     try:
-        return version(DISTRIBUTION)
+        return version(distribution or DISTRIBUTION)
     except PackageNotFoundError:
         return ""
 
@@ -32,13 +32,9 @@ def install_line(extra: str = "") -> str:
 
 
 def need(what: str, *packages: str, extra: str = "") -> None:
-    """Check that packages can be imported.
+    """Check that the packages that `what` needs can be imported (HF632).
 
-    `what` needs them, for the message; `extra` is this distribution's extra with them, empty: it
-    needs them itself.
-
-    Raises:
-        UserError: HF632 one is missing.
+    `extra` is this distribution's extra with them; empty: it always needs them.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -40,9 +40,6 @@ SMALL_DISK_BYTES = 1 << 30
 ZYGOTE = "holdfast-zygote"
 """What an agent's zygote calls itself."""
 
-AgentCommand = Callable[["LocalNode"], Sequence[str]]
-"""Returns the command line of a node's agent."""
-
 
 @dataclass(slots=True)
 class LocalNode:
@@ -90,12 +87,10 @@ class LocalCluster:
         job_id: JobId,
         attempt: int,
         num_nodes: int,
-        command: AgentCommand | None = None,
-        mono: Callable[[], float] = time.monotonic,
+        command: Callable[[LocalNode], Sequence[str]] | None = None,
     ) -> None:
         self.run_dir, self.run_id, self.job_id, self.attempt = run_dir, run_id, job_id, attempt
         self._command = command or self._agent_command
-        self._mono = mono
         self.nodes = {
             f"node{index}": LocalNode(f"node{index}", loopback_address(run_id, index))
             for index in range(num_nodes)
@@ -161,7 +156,7 @@ class LocalCluster:
         with contextlib.suppress(ProcessLookupError):  # it had ended by itself; strays may be left
             os.killpg(process.pid, signal.SIGKILL)
         signal_all(strays, signal.SIGKILL)
-        node.killed_at, node.paused = self._mono(), False
+        node.killed_at, node.paused = time.monotonic(), False
 
         def kill() -> set[int]:
             process.poll()
@@ -169,7 +164,7 @@ class LocalCluster:
             signal_all(left, signal.SIGKILL)
             return left
 
-        left = polled(kill, not_, for_s=_KILL_S, every_s=0.005, mono=self._mono)
+        left = polled(kill, not_, for_s=_KILL_S, every_s=0.005)
         process.wait(_KILL_S)
         if left:
             raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
@@ -180,7 +175,7 @@ class LocalCluster:
         assert node.process is not None, f"{name} was never started"
         node.process.kill()
         node.process.wait()
-        node.killed_at, node.paused = self._mono(), False
+        node.killed_at, node.paused = time.monotonic(), False
 
     def kill_zygote(self, name: str) -> None:
         """SIGKILL the zygote of `name` and nothing else.
@@ -303,12 +298,12 @@ class LocalCluster:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no agent runs; return False when `timeout_s` passed before."""
-        deadline = self._mono() + timeout_s
+        deadline = time.monotonic() + timeout_s
         for node in self.nodes.values():
             if node.process is None:
                 continue
             try:
-                node.process.wait(max(0.0, deadline - self._mono()))
+                node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False
         return True
@@ -319,7 +314,7 @@ class LocalCluster:
     def _environment(self, name: str) -> dict[str, str]:
         return {
             **os.environ,
-            "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH")),
+            "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": "1",  # many nodes share few cores
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
@@ -339,12 +334,12 @@ class LocalCluster:
         ]
 
 
-def with_packages(python_path: str | None) -> str:
-    """Let agents import the packages this launcher runs from, also from a checkout."""
-    root = Path(__file__).resolve().parents[2]
+def python_path() -> str:
+    """Return this process's PYTHONPATH with the packages it runs from, such as a checkout's."""
+    root, given = Path(__file__).resolve().parents[2], os.environ.get("PYTHONPATH", "")
     if root.name in ("site-packages", "dist-packages"):
-        return python_path or ""
-    return os.pathsep.join([str(root), *([python_path] if python_path else [])])
+        return given
+    return os.pathsep.join(filter(None, (str(root), given)))
 
 
 # -- Processes of one emulated node ---------------------------------------------------------------

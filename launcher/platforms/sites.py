@@ -2,8 +2,11 @@
 
 A file of sites is YAML, in ~/.config/holdfast/sites.yaml or /etc/holdfast/sites.yaml:
 
-    alps: target: slurm defaults: cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM} slurm: {account:
-        a-llm, partition: normal}
+    alps:
+      target: slurm
+      defaults:
+        cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM}
+        slurm: {account: a-llm, partition: normal}
 
 Each default is a --set that comes before those of the command line, where the job file is silent. A
 site with `ssh: HOST` is elsewhere: commands run there (launcher/runs/over_ssh.py).
@@ -34,7 +37,7 @@ SYSTEM: Final = Path("/etc/holdfast/sites.yaml")
 _HOST: Final = r"^[\w][\w.@:/%\[\]-]*$"
 _FOLDER: Final = r"^[^~\x00][^\x00]*$"
 _PROGRAM: Final = r"^[\w~/.][\w~/.+@-]*$"
-"""No blanks or quotes: these are the words that a shell there reads as they are."""
+"""Without blanks and quotes, so that a shell there reads them unchanged."""
 _SET_KEY: Final = re.compile(r"[\w-]+")
 """What a --set takes for one key."""
 

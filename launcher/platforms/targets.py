@@ -38,7 +38,7 @@ class Target:
     lost: str = "node_lost"
     """What the loss of a node is called in `signatures.toml` (`stands_for`)."""
     exclude: str | None = None
-    """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
+    """Key of the job file that excludes nodes; None: nodes cannot be chosen."""
 
     def load_renderer(self) -> Callable[..., dict[str, str]]:
         """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.

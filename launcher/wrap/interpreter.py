@@ -9,13 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.storage.typed import parse_json
-from launcher.platforms.installed import DISTRIBUTION, install_line
+from launcher.platforms.installed import DISTRIBUTION, install_line, installed_version
 from launcher.spec.errors import UserError
 
 _ASK: Final = f"""
@@ -39,19 +38,9 @@ _SHEBANG: Final = re.compile(r"#!\s*(?:\S*/env\s+)?(\S+)|'''exec' \"?([^\"\s]+)"
 """The second form follows #!/bin/sh where the path is too long for the kernel (pip's distlib)."""
 
 
-class _NamedPython(NamedTuple):
-    """What an interpreter says of itself."""
-
-    prefix: str
-    version: str
-    """Of this distribution; empty: a checkout, or none."""
-    missing: tuple[str, ...]
-    """Packages that agents need and it does not have."""
-
-
 def python_here() -> str:
     """Return this process's interpreter and its torch, for a log."""
-    return f"{sys.executable} (torch {_version('torch') or 'of a checkout'})"
+    return f"{sys.executable} (torch {installed_version('torch') or 'of a checkout'})"
 
 
 def agents_python(word: str) -> str:
@@ -65,16 +54,16 @@ def agents_python(word: str) -> str:
     python = python_of(word)
     if python is None:
         return sys.executable
-    asked = _ask(python)
-    if asked.prefix == sys.prefix:
+    prefix, theirs, missing = _ask(python)
+    if prefix == sys.prefix:
         return sys.executable
     mine = f"holdfast runs in {sys.prefix}"
-    if asked.missing:
-        message = f"{word} means {python}, which has no {', '.join(asked.missing)}, and {mine}"
+    if missing:
+        message = f"{word} means {python}, which has no {', '.join(missing)}, and {mine}"
         fix = f"run {install_line()} there, or name the torchrun of {sys.prefix}"
         raise UserError("HF678", f"{message}: {fix}")
-    if asked.version != (own := _version(DISTRIBUTION)):
-        message = f"{word} means {python}, which has holdfast {asked.version}, and {mine}, {own}"
+    if theirs != (own := installed_version()):
+        message = f"{word} means {python}, which has holdfast {theirs}, and {mine}, {own}"
         raise UserError("HF678", f"{message}: install the same version in both")
     return python
 
@@ -99,7 +88,8 @@ def python_of(word: str) -> str | None:
     return str(beside) if beside.exists() else None
 
 
-def _ask(python: str) -> _NamedPython:
+def _ask(python: str) -> tuple[str, str, list[str]]:
+    """Return an interpreter's prefix, its holdfast's version, and packages that agents lack."""
     try:
         done = subprocess.run(
             [python, "-c", _ASK],
@@ -110,18 +100,10 @@ def _ask(python: str) -> _NamedPython:
             stdin=subprocess.DEVNULL,
         )
         said = parse_json(done.stdout)
-        missing = tuple(map(str, said["missing"]))
-        return _NamedPython(str(said["prefix"]), str(said["version"]), missing)
+        return str(said["prefix"]), str(said["version"]), [*map(str, said["missing"])]
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
         message = f"{python} cannot be asked what it has: {error}"
         raise UserError("HF678", f"{message}; is it the right Python?") from error
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def main(environment: str) -> int:

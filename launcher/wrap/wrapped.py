@@ -62,7 +62,7 @@ _OPENING: Final = {
     "${": "}",
     "$'": "'",
 }
-"""What begins a part of a command that is no words of it -> what ends it."""
+"""What begins a quote or an expansion -> what ends it."""
 _ESCAPED: Final = re.compile(r"\\.|\\\Z", re.DOTALL)
 _UNREAD: Final = re.compile(r"'[^']*'|(?<!\S)#[^\n]*")
 _MOST_DEPTH: Final = 20
@@ -81,9 +81,10 @@ _OURS: Final = {
     for form in (f"--{long}", *([f"-{short}"] if short else []))
 }
 """Options of srun that follow from the job, or that each node's own srun is given -> long names."""
+_JOIN_TIMEOUT: Final = re.compile(r"(?:^|,)join_timeout=(\d+(?:\.\d+)?)(?:,|$)")
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
 AFTER_KILL_S: Final = 30.0
-"""Of a pod's time to shut down: for its agent to end once it has killed its workers."""
+"""Part of a pod's time to shut down: its agent ends after it has killed its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,9 @@ class TorchrunLaunch:
     nodes: tuple[int, int]
     """Least and most."""
     workers: int
-    """Of each node."""
+    """Workers of each node."""
     command: tuple[str, ...]
-    """As `command:` of a job file."""
+    """The job file's `command:`."""
     join_timeout_s: float | None
     """How long a lost node is waited for; None: as usual."""
     shutdown_timeout_s: float | None
@@ -250,11 +251,7 @@ def hidden(command: str) -> str:
 def _end_of(text: str, at: int, around: str = "", depth: int = 0) -> int | None:
     """Return where the quote, expansion, comment or character at `at` ends; None: nowhere.
 
-    Args:
-        text: a command.
-        at: index of it.
-        around: what begins the part that `at` is in.
-        depth: number of such parts around `at`.
+    `around` is what begins the part that `at` is in, `depth` the number of such parts around it.
     """
     if escaped := _ESCAPED.match(text, at):
         return escaped.end()
@@ -343,11 +340,7 @@ def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
 
 
 def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> TorchrunLaunch:
-    """Take a torchrun apart, with its srun on Slurm.
-
-    Args:
-        argv: as the shell has it.
-        env: of the batch script, or of the pod.
+    """Take a torchrun apart, with its srun on Slurm; `env` is the batch script's or the pod's.
 
     Raises:
         UserError: HF169, it cannot be taken apart.
@@ -368,6 +361,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> TorchrunLaunch:
     nodes = given.nnodes or env.get("PET_NNODES") or (of_job if in_pod else str(num_nodes))
     least, _, most = nodes.partition(":")
     kinds = {"-m": given.module, "--no-python": given.no_python}
+    waits = _JOIN_TIMEOUT.search(given.rdzv_conf or env.get("PET_RDZV_CONF", ""))
     if not in_pod and _count(least, "--nnodes") > num_nodes:
         cannot_wrap(f"torchrun waits for {least} nodes, and srun starts it on {num_nodes}")
     return TorchrunLaunch(
@@ -380,7 +374,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> TorchrunLaunch:
             *(flag for flag, is_set in kinds.items() if is_set),
             *(given.script, *literal(given.script_args)),
         ),
-        join_timeout_s=_join_timeout_s(given.rdzv_conf or env.get("PET_RDZV_CONF", "")),
+        join_timeout_s=float(waits[1]) if waits else None,
         shutdown_timeout_s=_shutdown_timeout_s(given.shutdown_timeout),
         notes=(*notes, *_unused(given, options)),
     )
@@ -403,11 +397,10 @@ def _torchrun(argv: Sequence[str], at: int) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name)
     for flags in (("-r", "--redirects"), ("-t", "--tee")):
         parser.add_argument(*flags)
-    parser.add_argument("--standalone", action="store_true")
+    for flag in ("standalone", "no_python", "use_env", "run_path"):
+        forms = (f"--{flag.replace('_', '-')}", f"--{flag}")
+        parser.add_argument(*forms, dest=flag, action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
-    parser.add_argument("--no-python", "--no_python", dest="no_python", action="store_true")
-    parser.add_argument("--use-env", "--use_env", dest="use_env", action="store_true")
-    parser.add_argument("--run-path", "--run_path", dest="run_path", action="store_true")
     # As torchrun has it: of `script -- word` argparse takes the -- for its own.
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
@@ -472,11 +465,7 @@ class SrunOptions:
         return None  # not by --nodelist: srun adds to it what SLURM_NNODES asks for
 
     def hosts(self, of_job: Sequence[str], expand: Callable[[str], Sequence[str]]) -> Sequence[str]:
-        """Return the nodes that it starts on.
-
-        Args:
-            of_job: names of the job's nodes.
-            expand: node list as n[1-3] -> names.
+        """Return the nodes that it starts on, of the job's; `expand` is n[1-3] -> names.
 
         Raises:
             UserError: HF169, the job does not have them.
@@ -496,7 +485,7 @@ class SrunOptions:
         return [host for host in left if host in chosen]
 
     def gpus_per_node(self, num_nodes: int) -> tuple[str, ...]:
-        """Return what --gpus, a total, asks of each of so many nodes."""
+        """Return what --gpus, a total, asks of each of `num_nodes`."""
         if (total := self.given.get("gpus")) is None:
             return ()
         kind, colon, count = total.rpartition(":")
@@ -549,12 +538,6 @@ def _count(text: str, what: str) -> int:
     return int(text)
 
 
-def _join_timeout_s(conf: str) -> float | None:
-    """Return join_timeout of torchrun's --rdzv-conf, name=value[,name=value]."""
-    found = re.search(r"(?:^|,)join_timeout=(\d+(?:\.\d+)?)(?:,|$)", conf)
-    return float(found[1]) if found else None
-
-
 def _workers(text: str | None, env: Mapping[str, str]) -> int:
     """Return the workers of a node; `gpu` and `auto` mean its GPUs."""
     if text in ("gpu", "auto"):
@@ -584,10 +567,7 @@ def job_of(
 ) -> dict[str, Any]:
     """Return the job of a torchrun, as a job file has it.
 
-    Args:
-        launch: the torchrun.
-        env: of the batch script, or of the pod.
-        ending: of the batch script.
+    `env` is the batch script's or the pod's, `ending` the batch script's.
     """
     least, most = launch.nodes
     elastic: dict[str, Any] = {"min_nodes": least}
@@ -638,14 +618,8 @@ def script_of(
 ) -> str:
     """Return what the batch script reads in place of its srun.
 
-    Args:
-        spec: of `job_of`.
-        plan: its plan.
-        launch: the srun.
-        ending: of the batch script.
-        run_dir: absolute.
-        python: interpreter that has holdfast on the nodes.
-        hosts: nodes that it starts on; none: all of the job.
+    `spec` is that of `job_of`, `run_dir` absolute, `python` the nodes' interpreter with holdfast,
+    `hosts` the nodes that it starts on: none means all of the job.
 
     Raises:
         UserError: HF160 the times do not fit; HF166 a path that a script cannot carry.
@@ -676,9 +650,5 @@ def script_of(
 
 
 def cannot_wrap(message: str, where: Where = NOWHERE) -> NoReturn:
-    """Refuse a script or a manifest.
-
-    Raises:
-        UserError: HF169.
-    """
+    """Refuse a script or a manifest (HF169)."""
     raise UserError("HF169", message, where=where)

@@ -20,16 +20,16 @@ from launcher.spec.errors import UserError
 from launcher.spec.sections import STOP_SIGNALS
 
 LEAD_S: Final = 180
-"""From the signal to the time limit, where the user asks for less."""
+"""Least time from the signal to the time limit."""
 AROUND_SHUTDOWN_S: Final = int(LATE_SIGNAL_S + REQUEUE_S)
-"""Of the lead: for a signal that comes late, and for the requeue."""
+"""Part of the lead for a signal that comes late, and for the requeue."""
 KILL_S: Final = 10
-"""For an agent to end once it has killed its workers."""
+"""Time for an agent to end once it has killed its workers."""
 OURS: Final = "USR2"
 """The batch script's signal; `holdfast cancel --save` sends it too."""
 _SIGNAL: Final = re.compile(r"(?:(?P<flags>[RB]{1,2}):)?(?P<name>\w+)(?:@(?P<lead>\d{1,5}))?")
 _SBATCH_LEAD_S: Final = 60
-"""Of a --signal without a time (man sbatch)."""
+"""Lead of a --signal without a time (man sbatch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Ending:
     """How a wrapped job ends at its time limit, and how long that takes."""
 
     lead_s: int = LEAD_S
-    """From the signal to the limit."""
+    """Time from the signal to the limit."""
     workers: str = "TERM"
     """Signal that workers get, without SIG."""
     batch: str = OURS
@@ -123,13 +123,12 @@ def signalled(value: str, *, requeue: bool) -> Ending:
     if "R" in flags:
         notes = ("R: of --signal is dropped: a reservation's end is not announced",)
     lead_s = max(LEAD_S, int(parts["lead"] or _SBATCH_LEAD_S))
+    found = Ending(lead_s=lead_s, requeue=requeue, notes=notes)
     name = _name(parts["name"])
     if name not in STOP_SIGNALS:
-        notes = (*notes, f"--signal={value}: workers get SIGTERM, not {parts['name']}")
-        return Ending(lead_s=lead_s, requeue=requeue, notes=notes)
-    if "B" in flags:
-        return Ending(lead_s=lead_s, batch=name, requeue=requeue, notes=notes)
-    return Ending(lead_s=lead_s, workers=name, requeue=requeue, notes=notes)
+        note = f"--signal={value}: workers get SIGTERM, not {parts['name']}"
+        return replace(found, notes=(*notes, note))
+    return replace(found, batch=name) if "B" in flags else replace(found, workers=name)
 
 
 def _name(text: str) -> str:
@@ -147,7 +146,7 @@ def _options(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         try:
             left = shlex.split(line.removeprefix("#SBATCH"), comments=True)
         except ValueError:
-            continue  # sbatch has words of its own for it
+            continue  # sbatch itself refuses it
         while left:
             word = left.pop(0)
             name, equals, value = word.partition("=")

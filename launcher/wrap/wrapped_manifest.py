@@ -42,7 +42,7 @@ _END_S: Final = 30
 """Part of the grace from the agent's end, or its death, to the pod's."""
 _TARGET: Final = "pytorchjob"
 _JOB_LABEL: Final = "training.kubeflow.org/job-name"
-"""Of pods, by the operator."""
+"""Label of pods, set by the operator."""
 _SHARED: Final = ("persistentVolumeClaim", "nfs", "csi", "cephfs")
 """Volumes that several nodes may mount."""
 _SHELLS: Final = ("sh", "bash", "dash", "ash", "zsh")
@@ -60,13 +60,13 @@ class Wrapped:
 
     text: str
     run_dir: str
-    """As the pods see it."""
+    """Its path in the pods."""
     images: tuple[str, ...]
     """Those that must contain holdfast."""
     sidecars: tuple[str, ...]
     """Containers that are initContainers now."""
     secrets: tuple[str, ...]
-    """Texts in the manifest that are not to be shown."""
+    """Texts of the manifest that must not be shown."""
     backoff_limit: object
     """The manifest's own, where it counted restarts and does no more."""
 
@@ -80,11 +80,8 @@ def is_manifest(text: str) -> bool:
 def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
     """Return the manifest `text` with what lets its job survive lost nodes.
 
-    Args:
-        text: YAML; other documents than its one PyTorchJob stay.
-        file: its name, for messages.
-        runs: folder of run directories, on a volume that all pods share; None: `runs` on the only
-            such volume.
+    Other documents than its one PyTorchJob stay. `file` is its name, for messages; `runs` the
+    folder of run directories, on a volume that all pods share, by default `runs` on the only one.
 
     Raises:
         UserError: HF169, what keeps it from that; HF003 and HF007, it cannot be read.
@@ -264,7 +261,7 @@ class _Pods:
         None: it has none that the text says, or is wrapped already, as by an alias of one before.
 
         Raises:
-            UserError: HF169, there is none, or not one that it can be put before.
+            UserError: HF169, there is no torchrun, or holdfast cannot be put before it.
         """
         if self._is_wrapped():
             return None
@@ -368,7 +365,7 @@ class _Manifest:
         return where
 
     def get(self, *path: str | int) -> Any:
-        """Return the value at `path`; None where there is none."""
+        """Return the value at `path`, if there is one."""
         here: Any = self.source.data
         for part in path:
             if isinstance(here, dict) and isinstance(part, str):
@@ -465,7 +462,7 @@ class _Manifest:
         for _ in range(old.count(token, 0, at) + 1):
             start = raw.find(token, start + 1)
         cut = raw.find(gone, start)
-        with contextlib.suppress(UserError):  # it is no YAML any more
+        with contextlib.suppress(UserError):  # it is not YAML any more
             kept = raw[start:cut] + raw[cut + len(gone) :]
             self._splice(span.start, span.end, raw[:start] + new + kept)
         if self.get(*path) != wanted:

@@ -30,7 +30,7 @@ from launcher.fleet.preflight.collectives import SERVER, compare, finding
 from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.installed import need
-from launcher.platforms.local import with_packages
+from launcher.platforms.local import python_path
 from launcher.platforms.retries import polled
 from launcher.spec.errors import PermanentError, UserError, writing
 
@@ -260,7 +260,7 @@ class Preflight:
         return asked
 
     def _process(self, node: str, argv: Sequence[str]) -> _Asked:
-        at, env = time.time(), {**os.environ, "PYTHONPATH": _python_path()}
+        at, env = time.time(), {**os.environ, "PYTHONPATH": python_path()}
         with self._log(node).open("ab") as log:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        env=env, process_group=0)  # fmt: skip
@@ -283,7 +283,7 @@ class Preflight:
             time=10,
             mem="1G",
             nodelist=node,
-            setup=[f"export PYTHONPATH={shlex.quote(_python_path())}"],
+            setup=[f"export PYTHONPATH={shlex.quote(python_path())}"],
             additional_parameters={"reservation": reservation} if reservation else {},
             **{key: value for key, value in given.items() if value is not None},
         )
@@ -367,10 +367,6 @@ def _place_of(name: str, check: Check) -> str:
         words = "nodes cannot import its function; define it at the top of a module of its own"
         raise UserError("HF660", f"{name}: {words}")
     return f"{module}:{inside}"
-
-
-def _python_path() -> str:
-    return with_packages(os.environ.get("PYTHONPATH"))
 
 
 def _last_line(text: str) -> str:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
+from itertools import compress
 from typing import Any, Final, NamedTuple, TypeVar
 
 from elastic_trainer.plan.ladder import Ladder
@@ -66,7 +67,7 @@ class Named(NamedTuple):
     """That may have it."""
     name: str
     key: str
-    """Of the job file."""
+    """Key of the job file that names it."""
     needed: bool = True
     """Pods do not start without it."""
 
@@ -81,7 +82,7 @@ class KubernetesCluster:
     """Existing claims that the pods mount."""
     quotas: Sequence[Object] = ()
     nodes: Sequence[Object] | None = None
-    """With the labels that pods ask for; None: unknown."""
+    """Nodes with the labels that pods ask for; None: unknown."""
     no_namespace: bool = False
     """The namespace is missing, with everything in it."""
     pod_refused: str = ""
@@ -390,14 +391,13 @@ def look_at(api: KubernetesApi, request: PodsRequest) -> KubernetesCluster:
         refused = pool.submit(_known, partial(_try_pod, api, request))
         right = pool.submit(_known, partial(_lacking, api, request))
         claims = [one for one in wanted if one.versions == (CLAIM,)]
-        there = list(pool.map(lambda one: _look_at_claim(api, space, one), claims))
-        lacking = pool.map(lambda one: _lacks(api, space, one), wanted)
+        there = list(pool.map(partial(_look_at_claim, api, space), claims))
+        lacking = pool.map(partial(_lacks, api, space), wanted)
         classes = [one for _, one in there if one is not None]
-        without = pool.map(lambda one: _lacks(api, "", one), classes)
+        without = pool.map(partial(_lacks, api, ""), classes)
         said, no_namespace = refused.result() or ("", False)
         return KubernetesCluster(
-            missing=[one for one, lacks in zip(wanted, lacking, strict=True) if lacks]
-            + [one for one, lacks in zip(classes, without, strict=True) if lacks],
+            missing=[*compress(wanted, lacking), *compress(classes, without)],
             claims=[found for found, _ in there if found is not None],
             quotas=quotas.result() or (),
             nodes=nodes.result(),
@@ -416,10 +416,10 @@ def _known(ask: Callable[[], _Answer]) -> _Answer | None:
 
 def _lacks(api: KubernetesApi, namespace: str, wanted: Named) -> bool:
     """Return whether the cluster says that it has no such object, in any version."""
-    found: Sequence[bool | None] = [
-        _known(partial(api.exists, each, namespace, wanted.name)) for each in wanted.versions
-    ]
-    return all(each is False for each in found)
+    return all(
+        _known(partial(api.exists, each, namespace, wanted.name)) is False
+        for each in wanted.versions
+    )
 
 
 def _look_at_claim(

@@ -7,7 +7,6 @@ only its public surface is used: DynamicClient.request() and Watch.stream().
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from launcher.platforms.kubernetes.errors import (
     GoneError,
     NotThereError,
     UnreachableError,
+    read_object,
     refusal,
 )
 from launcher.platforms.kubernetes.pods import name_of
@@ -43,7 +43,7 @@ _ABOUT: Final = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """Only the metadata: no value of a Secret."""
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _SILENCE_S: Final = 30.0
-"""So long after the end of a watch its connection is dead."""
+"""A connection that is silent for this long after the end of its watch is dead."""
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """A pod's credentials for its cluster."""
 
@@ -54,15 +54,15 @@ class ApiPatience:
 
     connect_s: float = 10.0
     read_s: float = 60.0
-    """For the answer to one call; admission webhooks take their time."""
+    """Wait for the answer to one call; admission webhooks can be slow."""
     node_s: float = 3.0
-    """For a node's answer; a dead one says nothing."""
+    """Wait for a node's answer; a dead node says nothing."""
     retry_s: float = 30.0
     """No call is repeated after this."""
 
 
 GLANCE: Final = ApiPatience(connect_s=3.0, read_s=5.0, retry_s=0.0)
-"""For a question whose answer is not needed."""
+"""For questions that can do without an answer."""
 
 
 class KubernetesApi:
@@ -111,9 +111,8 @@ class KubernetesApi:
 
     def exists(self, resource: Resource, namespace: str, name: str) -> bool:
         """Return whether an object exists, without reading its content."""
-        call = self._call("get", resource, namespace, name)
         try:
-            self._object("GET", call, accept=_ABOUT)
+            self._object("GET", self._call("get", resource, namespace, name), accept=_ABOUT)
         except NotThereError:
             return False
         return True
@@ -178,8 +177,8 @@ class KubernetesApi:
         *,
         uid: str = "",
         grace_s: float | None = None,
-    ) -> bool:
-        """Delete an object, then what belongs to it; return False if it does not exist.
+    ) -> None:
+        """Delete an object, if it exists, then what belongs to it.
 
         With `uid` only if it is still this one. `grace_s` None: its processes get their own grace
         period.
@@ -189,16 +188,13 @@ class KubernetesApi:
             options["preconditions"] = {"uid": uid}
         if grace_s is not None:
             options["gracePeriodSeconds"] = int(grace_s)
-        try:
+        with contextlib.suppress(NotThereError):
             self._object("DELETE", self._call("delete", resource, namespace, name), body=options)
-        except NotThereError:
-            return False
-        return True
 
-    def patch(self, resource: Resource, namespace: str, name: str, change: Object) -> Object:
+    def patch(self, resource: Resource, namespace: str, name: str, change: Object) -> None:
         """Change an object by a merge patch."""
         call = self._call("patch", resource, namespace, name)
-        return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
+        self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
         """Send one request of a register and return the answer, whatever its status.
@@ -230,11 +226,7 @@ class KubernetesApi:
                 if not error.status:
                     raise
                 status, data = int(error.status), str(error.body or "").encode()
-        try:
-            parsed = json.loads(data)
-        except ValueError:
-            parsed = {}
-        return ApiReply(status, parsed if isinstance(parsed, dict) else {})
+        return ApiReply(status, read_object(data) or {})
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
         """Return a container's output; empty where it has not started. Not repeated.
@@ -243,10 +235,9 @@ class KubernetesApi:
             UnreachableError: the pod's node does not answer.
         """
         call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
-        path = f"{Resource('v1', 'pods').path(namespace, pod)}/log"
         limit_s = self._patience.node_s
         try:
-            return self._text("GET", call, path=path, query=query, read_s=limit_s)
+            return self._text("GET", call, query=query, read_s=limit_s)
         except NotThereError:
             return ""
         except BrokenOffError as error:
@@ -264,7 +255,7 @@ class KubernetesApi:
     ) -> Iterator[tuple[str, Object]]:
         """Yield changes after a version, as (type of event, object), bookmarks too.
 
-        The server ends it after so many seconds. It is not begun again here.
+        The server ends it after `seconds`. It is not begun again here.
 
         Raises:
             GoneError: the server has forgotten that version.
@@ -307,11 +298,8 @@ class KubernetesApi:
 
         def once() -> Object:
             text = self._text(method, call, **options)
-            try:
-                found = json.loads(text)
-            except ValueError:
-                found = None
-            if not isinstance(found, dict):
+            found = read_object(text)
+            if found is None:
                 shown = " ".join(text.split())[:200]
                 raise BusyError(f"{self.server} gave an answer that cannot be read: {shown}")
             return found
@@ -337,24 +325,19 @@ class KubernetesApi:
         method: str,
         call: Call,
         *,
-        path: str = "",
         query: _Query = (),
         body: Object | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
         read_s: float | None = None,
     ) -> Any:
-        """Send one request; return urllib3's response, unread.
-
-        `path` defaults to the call's object, or to all of its kind; `read_s` is the longest
-        silence.
-        """
+        """Send one request; return urllib3's response, unread. `read_s` is the longest silence."""
         name = "" if method == "POST" else call.name
         limits = (self._patience.connect_s, read_s or self._patience.read_s)
         with self._failures(call):
             return self._dynamic.request(
                 method,
-                path or call.resource.path(call.namespace, name),
+                call.resource.path(call.namespace, name),
                 body=body,
                 query_params=list(query),
                 header_params={"Accept": accept},
@@ -409,7 +392,8 @@ def connect(
 
     base = os.environ if env is None else env
     configuration = client.Configuration()
-    files = _kubeconfigs(base)
+    files = [path for path in base.get("KUBECONFIG", "").split(os.pathsep) if path]
+    files = files or [str(Path(base.get("HOME") or "~").expanduser() / ".kube" / "config")]
     if not any(Path(path).is_file() for path in files):
         if context or not (base.get("KUBERNETES_SERVICE_HOST") and pod_files.is_dir()):
             raise UserError(
@@ -453,11 +437,6 @@ def _chosen(config: Any, missing: type[Exception], files: str, context: str) -> 
             "kubernetes.context, or choose one with kubectl config use-context",
         )
     return wanted, str(known[wanted].get("namespace") or "default")
-
-
-def _kubeconfigs(env: Mapping[str, str]) -> list[str]:
-    named = [path for path in env.get("KUBECONFIG", "").split(os.pathsep) if path]
-    return named or [str(Path(env.get("HOME") or "~").expanduser() / ".kube" / "config")]
 
 
 def _read(path: Path) -> str:
@@ -523,7 +502,6 @@ def watch_until(
     labels: str = "",
     fields: str = "",
     sleep: Callable[[float], None] = time.sleep,
-    mono: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Return whether objects become as `good` wants them within `for_s` seconds.
 
@@ -532,21 +510,21 @@ def watch_until(
     Raises:
         UserError, PlatformError: the cluster cannot be asked; what `good` raises.
     """
-    end = mono() + for_s
+    end = time.monotonic() + for_s
     seen = _WatchedObjects(
         partial(api.list_all, resource, namespace, labels=labels, fields=fields),
         partial(api.watch, resource, namespace, labels=labels, fields=fields),
     )
 
     def until_the_end() -> bool:
-        while (began := mono()) < end or seen.version is None:
+        while (began := time.monotonic()) < end or seen.version is None:
             try:
                 seconds = max(1, int(min(end - began, _ROUND_S)))
                 if any(good(seen.objects) for _ in seen.changes(seconds)):
                     return True
             except GoneError:  # it was away for too long
                 seen.version = None
-            if mono() - began < _QUICK_WATCH_S:
+            if time.monotonic() - began < _QUICK_WATCH_S:
                 sleep(_QUICK_WATCH_S)
         return False
 

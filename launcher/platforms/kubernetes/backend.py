@@ -83,7 +83,7 @@ _FIRST_PODS_S: Final = 5.0
 _AT_ONCE: Final = 16
 """Parallel calls."""
 _RECENT_S: Final = 9.0
-"""A view of a job serves `fetch` for so long: thousands of pods are megabytes."""
+"""`fetch` uses a view of a job for this long: thousands of pods are megabytes."""
 _ROUND_S: Final = 20.0
 """An abandoned watch ends within this."""
 _MOST_NAMES: Final = 40
@@ -105,15 +105,14 @@ class KubernetesBackend(Backend):
         connected: Callable[[str], KubernetesApi] = connect,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        mono: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._sleep, self._wall = sleep, wall
         self._api = cache(connected)
         self._bundles: dict[str, Bundle] = {}
         self._kind = "kubernetes"
         self._last: dict[JobRef, tuple[float, ApiView]] = {}
-        """When a job was looked at last, and the view."""
+        """The last view of a job, and its time."""
 
     @property
     def name(self) -> str:
@@ -279,7 +278,7 @@ class KubernetesBackend(Backend):
                 answers |= dict.fromkeys(asked, away)
                 continue
             for job in asked:
-                self._last[job] = (self._mono(), seen[job])
+                self._last[job] = (time.monotonic(), seen[job])
                 answers[job] = status_of(
                     seen[job],
                     now_unix=self._wall(),
@@ -339,8 +338,8 @@ class KubernetesBackend(Backend):
         """
         storage = self._at(job)
         asked_at, seen = self._last.pop(job, (float("-inf"), None))
-        if seen is None or self._mono() - asked_at > _RECENT_S:
-            asked_at, seen = self._mono(), self._seen([job])[job]
+        if seen is None or time.monotonic() - asked_at > _RECENT_S:
+            asked_at, seen = time.monotonic(), self._seen([job])[job]
         storage.fetch(Path(job.run_dir), seen, mark=f"{job.id} {job.submit_time}")
         self._last[job] = (asked_at, seen)  # only what led to files is used again
 

@@ -37,11 +37,12 @@ AGENTS: Final = frozenset(CONTAINERS.values())
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Where the API keeps objects of one kind."""
+    """The place of one kind of objects in the API."""
 
     api: str
     """apiVersion, as batch/v1."""
     plural: str
+    """Name of the kind in paths; pods/log is a part of a pod."""
 
     @property
     def group(self) -> str:
@@ -56,9 +57,9 @@ class Resource:
     def path(self, namespace: str, name: str = "") -> str:
         """Return the path of one object, or of all; `namespace` may be empty."""
         root = f"/apis/{self.api}" if self.group else f"/api/{self.api}"
-        inside = f"namespaces/{namespace}/" if namespace else ""
-        found = f"{root}/{inside}{self.plural}"
-        return f"{found}/{name}" if name else found
+        kind, _, part = self.plural.partition("/")
+        space = f"namespaces/{namespace}" if namespace else ""
+        return "/".join(filter(None, (root, space, kind, name, part)))
 
 
 POD: Final = Resource("v1", "pods")
@@ -86,7 +87,7 @@ RESOURCES: Final[dict[str, Resource]] = {
     "TrainingRuntime": Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
     "TrainJob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""By kind: everything that a submission makes."""
+"""Everything that a submission makes, by kind."""
 RENDERED: Final = frozenset(RESOURCES) - {"Secret"}
 """Kinds that a bundle may have: a run's files tell no secret."""
 
@@ -103,7 +104,7 @@ _TEMPLATES: Final[dict[str, Sequence[Any]]] = {
     "JobSet": _IN_JOBSET,
     "TrainingRuntime": ("template", "spec", *_IN_JOBSET),
 }
-"""Where a document's spec has the template of the pods."""
+"""Path of the pods' template in a document's spec."""
 
 TARGETS: Final = {kind: target for target, kind in KINDS.items()}
 """Kind of the job -> name of the target."""
@@ -114,9 +115,9 @@ class Bundle:
     """The content of manifests.yaml."""
 
     documents: tuple[Object, ...]
-    """In the order in which they are made; the job is the last."""
+    """They are made in this order; the job is the last."""
     context: str = ""
-    """Of the kubeconfig; empty: the current one."""
+    """A context of the kubeconfig; empty: the current one."""
 
     @property
     def job(self) -> Object:
@@ -162,7 +163,7 @@ class Bundle:
 
     @property
     def run_dir(self) -> str:
-        """Where the pods see the run directory."""
+        """Path of the run directory in the pods."""
         noted = self.job["metadata"].get("annotations") or {}
         command = self.container.get("command") or [""]
         return str(noted.get(RUN_DIR_ANNOTATION) or command[-1].replace("$$", "$"))
@@ -293,15 +294,11 @@ def _secret_document(bundle: Bundle, name: str, secret: bytes) -> Object:
 
 
 def _labels(value: Any) -> Iterator[Object]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key == "labels" and isinstance(inner, dict):
-                yield inner
-            else:
-                yield from _labels(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _labels(inner)
+    if isinstance(value, dict) and isinstance(value.get("labels"), dict):
+        yield value["labels"]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _labels(each)
 
 
 def attempt_of(files: Mapping[str, str]) -> int:
@@ -332,7 +329,9 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
     It ends by itself after `lives_s`, should nobody remove it.
     """
     spec, container = bundle.template["spec"], bundle.container
-    wanted = _claims(spec)
+    volumes = spec.get("volumes") or ()
+    kinds = ("persistentVolumeClaim", "hostPath", "nfs", "csi")
+    wanted = {one["name"]: one for one in volumes if any(kind in one for kind in kinds)}
     kept = ["imagePullSecrets", "securityContext", "tolerations"]
     if all(one["kind"] != "ServiceAccount" for one in bundle.documents):  # else not made yet
         kept.append("serviceAccountName")
@@ -349,14 +348,17 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
         inside["env"] = values
     for key in ("imagePullPolicy", "securityContext"):
         if key in container:
-            inside[key] = _harmless(container[key]) if key == "securityContext" else container[key]
+            inside[key] = copy.deepcopy(container[key])
+    capabilities = (inside.get("securityContext") or {}).get("capabilities")
+    if isinstance(capabilities, dict):
+        capabilities.pop("add", None)  # such as IPC_LOCK
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": name,
             "namespace": namespace,
-            # Not the run's own label: it is no pod of the job.
+            # Not the run's label: the job does not own this pod.
             "labels": {MANAGED_LABEL: MANAGED_BY, "holdfast.dev/storage-of": bundle.name},
         },
         "spec": {
@@ -370,18 +372,3 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
             "volumes": [copy.deepcopy(wanted[n]) for n in {mount["name"]: 0 for mount in mounts}],
         },
     }
-
-
-def _claims(spec: Mapping[str, Any]) -> dict[str, Object]:
-    volumes = spec.get("volumes") or ()
-    kinds = ("persistentVolumeClaim", "hostPath", "nfs", "csi")
-    return {one["name"]: one for one in volumes if any(kind in one for kind in kinds)}
-
-
-def _harmless(context: Mapping[str, Any]) -> Object:
-    """Return a container's security context without added capabilities (IPC_LOCK)."""
-    found = copy.deepcopy(dict(context))
-    capabilities = found.get("capabilities")
-    if isinstance(capabilities, dict):
-        capabilities.pop("add", None)
-    return found

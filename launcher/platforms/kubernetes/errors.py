@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launcher.platforms.kubernetes.documents import Resource
+from launcher.platforms.kubernetes.documents import Object, Resource
 from launcher.render.kubernetes_names import KINDS
 from launcher.spec.errors import HoldfastError, PermanentError, TemporaryError, UserError
 
@@ -91,7 +91,7 @@ class Call:
     """A call of the API, for messages."""
 
     verb: str
-    """As in rules of Roles: get, list, create, delete, …"""
+    """A verb of Roles: get, list, create, delete, …"""
     resource: Resource
     namespace: str
     name: str = ""
@@ -106,7 +106,7 @@ class Call:
 
 def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> HoldfastError:
     """Return the error for an answer of the API server other than success."""
-    answer = _status(body)
+    answer = read_object(body) or {}
     message = " ".join(str(answer.get("message") or body or f"HTTP {status}").split())[:1000]
     found: HoldfastError
     match status:
@@ -152,12 +152,13 @@ def retry_after(text: str) -> float | None:
     return min(found, _MOST_WAIT_S) if found >= 0 else None
 
 
-def _status(body: str) -> dict[str, Any]:
+def read_object(text: str | bytes) -> Object | None:
+    """Return the object in an answer; None: it is not one."""
     try:
-        found = json.loads(body)
+        found = json.loads(text)
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _forbidden(call: Call, message: str) -> UserError:

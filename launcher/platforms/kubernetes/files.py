@@ -25,7 +25,7 @@ from launcher.spec.errors import PermanentError
 STATE: Final = ".fetched.json"
 STOP_JSON: Final = "stop.json"
 MOST_LOG_BYTES: Final = 8 << 20
-"""Of a log's end, brought first: runs of months have logs of gigabytes."""
+"""Size of a log's end, which is all that is brought at first: logs can have gigabytes."""
 _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 """Folders that nodes alone write; events are the launcher's too."""
 

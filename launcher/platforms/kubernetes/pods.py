@@ -14,13 +14,13 @@ from typing import Any, Final
 from launcher.platforms.kubernetes.documents import AGENTS, Object
 
 STUCK_S: Final = 30.0
-"""The node of a pod that exists so long after its time to end is away."""
+"""A pod that exists this long after its time to end has lost its node."""
 _TRACKED: Final = "batch.kubernetes.io/job-tracking"
 """The finalizer by which a Job holds its pods until it has counted them."""
 DONE: Final = ("Succeeded", "Completed", "Complete")
 """Conditions of a finished job: PyTorchJob, JobSet, TrainJob."""
 _MOST_CHARS: Final = 400
-"""Of a message of the platform."""
+"""Length of the platform's messages, which are cut."""
 
 _WAITING: Final[dict[str, str]] = {
     "ImagePullBackOff": "its image cannot be pulled; fix kubernetes.image, or name a secret for "
@@ -42,8 +42,8 @@ _PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
 """Reasons that may pass."""
 
 OUTLIVED_S: Final = 600.0
-"""An end says nothing about a pod that has run for so long since; as
-`launcher/node/pod.py:LIVED_S`, where the count of failures starts over."""
+"""A pod that has run for this long is no longer in trouble; as `launcher/node/pod.py:LIVED_S`,
+where the count of failures starts over."""
 _PLAIN: Final = ("", "Error", "Completed")
 """Reasons of an end that say no more than its code."""
 _OUR_CODES: Final = (91, 92, 93, 94, 143)
@@ -70,7 +70,7 @@ _ENDED: Final[dict[str | int, str]] = {
         "its node refused it: what it needs is not free there, or not healthy",
     ),
     1: "Python ended before the agent began: the image needs the same holdfast as this machine",
-    2: "its program is none that can be run: fix kubernetes.python or kubernetes.image",
+    2: "its program cannot be run: fix kubernetes.python or kubernetes.image",
     126: "its program cannot be run: fix kubernetes.python or kubernetes.image",
     127: "its program is not in the image, or a volume hides it: fix kubernetes.python, "
     "kubernetes.image or kubernetes.volumes",
@@ -121,7 +121,7 @@ class Trouble:
     reason: str
     """The platform's own words."""
     words: str
-    """For people, with how to fix them."""
+    """What it means, with a fix."""
     is_final: bool = False
     """It will not start however long one waits."""
     t_unix: float | None = None
@@ -205,7 +205,7 @@ def joined(reason: str, message: str) -> str:
 
 
 def condition(thing: Mapping[str, Any], kind: str, *, status: str = "") -> Object | None:
-    """Return the condition `kind` of an object, if it has it, with this status: true, false."""
+    """Return the condition `kind` of an object, if it has one and its status is `status`."""
     for found in (thing.get("status") or {}).get("conditions") or ():
         if isinstance(found, dict) and found.get("type") == kind:
             return found if status in ("", str(found.get("status")).lower()) else None
@@ -477,7 +477,7 @@ def _stuck(
     if late_s is None:
         return None
     name, node, namespace = name_of(pod), host_of(pod), str(metadata.get("namespace") or "default")
-    # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
+    # Kubernetes says so only where it was asked about nodes, which takes another right.
     silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
     minutes = max(1, int(late_s / 60))
     so = "The job continues without it; no new pod takes its place while this one is there"

@@ -106,7 +106,7 @@ class ApiView:
     job: Object | None
     """None: it does not exist (any more)."""
     pods: Sequence[Object] = ()
-    """The job's, also those that are ending."""
+    """The job's pods, ending ones too."""
     events: Sequence[Object] = ()
     """Any of its namespace."""
     workloads: Sequence[Object] = ()
@@ -126,8 +126,8 @@ class ApiView:
     def left(self) -> list[Object]:
         """The rest of a deleted job: pods whose agents have started.
 
-        A controller may meanwhile replace a pod; that one lacks its ConfigMaps, never starts, and
-        goes too.
+        A controller may meanwhile replace a pod; the new one lacks its ConfigMaps, never starts,
+        and goes too.
         """
         return [pod for pod in in_order(self.pods) if has_started(pod)]
 
@@ -199,6 +199,12 @@ def description_of(seen: ApiView) -> dict[str, str]:
     if job is None:
         return {}
     metadata = job.get("metadata") or {}
+    conditions = [
+        joined(str(one.get("type")), text_of(one.get("message")))
+        for one in (job.get("status") or {}).get("conditions") or ()
+        if str(one.get("status")).lower() == "true"
+    ]
+    phases = Counter("Terminating" if is_ending(pod) else phase_of(pod) for pod in seen.pods)
     shown = {
         "Kind": f"{job.get('kind')} ({job.get('apiVersion')})",
         "Name": name_of(job),
@@ -206,10 +212,9 @@ def description_of(seen: ApiView) -> dict[str, str]:
         "UID": uid_of(job),
         "Created": str(metadata.get("creationTimestamp") or ""),
         "Queue": label_of(job, QUEUE_LABEL),
-        "Conditions": _conditions(job),
+        "Conditions": "; ".join(conditions),
+        "Pods": ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items())),
     }
-    phases = Counter("Terminating" if is_ending(pod) else phase_of(pod) for pod in seen.pods)
-    shown["Pods"] = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
     for pod in in_order(seen.pods):
         phase = "Terminating" if is_ending(pod) else phase_of(pod)
         restarts = int(agent_status(pod).get("restartCount") or 0)
@@ -222,15 +227,16 @@ def _deleted(
     seen: ApiView, now_unix: float, *, stop_asked: bool, started: float | None = None
 ) -> JobStatus:
     """Return the status of a job whose object is gone, or about to go."""
-    left = tuple(map(name_of, seen.left))
-    if left:
+    if left := seen.left:
         what = "was deleted" if seen.job is None else "is ending"
+        stuck = next(filter(None, (_trouble(seen, pod, now_unix) for pod in left)), None)
+        leaving = stuck.words if stuck else f"{len(left)} of its pods save and end"
         return JobStatus(
             state=JobState.RUNNING,
             reason="Terminating",
-            words=f"it {what}; {_leaving(seen, now_unix)}",
+            words=f"it {what}; {leaving}",
             started=started,
-            nodes=left,
+            nodes=tuple(map(name_of, left)),
             source="pods",
         )
     if seen.job is not None:  # not final: a finalizer may keep it until it is cancelled again
@@ -400,11 +406,6 @@ def _trouble(seen: ApiView, pod: Object, now_unix: float) -> Trouble | None:
     )
 
 
-def _leaving(seen: ApiView, now_unix: float) -> str:
-    stuck = [found for pod in seen.left if (found := _trouble(seen, pod, now_unix))]
-    return stuck[0].words if stuck else f"{len(seen.left)} of its pods save and end"
-
-
 def _is_held(job: Mapping[str, Any]) -> bool:
     """Return whether its spec suspends it, though its controller may not have said so yet."""
     spec = job.get("spec") or {}
@@ -430,15 +431,6 @@ def _started(seen: ApiView) -> float | None:
 
 def _since(found: Mapping[str, Any]) -> float | None:
     return time_of(found.get("lastTransitionTime"))
-
-
-def _conditions(job: Mapping[str, Any]) -> str:
-    found = [
-        joined(str(one.get("type")), text_of(one.get("message")))
-        for one in (job.get("status") or {}).get("conditions") or ()
-        if str(one.get("status")).lower() == "true"
-    ]
-    return "; ".join(found)
 
 
 # -- Nodes as machines -----------------------------------------------------------------------------

@@ -54,15 +54,15 @@ from launcher.record.run_files import IN_USE
 from launcher.spec.errors import PermanentError, PlatformError, UserError
 
 START_S: Final = 300.0
-"""For a pod to start; its image may have to be pulled."""
+"""Time for a pod to start; its image may have to be pulled."""
 ANSWER_S: Final = 30.0
-"""For a running pod to take commands."""
+"""Time for a running pod to take commands."""
 _LIVES_S: Final = 3600
 """The pod ends by itself after this."""
 _COPY_S: Final = 1800.0
-"""For writing everything there."""
+"""Time for writing everything there."""
 _FETCH_S: Final = 300.0
-"""For bringing what is new."""
+"""Time for bringing what is new."""
 _STOP_S: Final = 30.0
 _MOST_ASKED: Final = 3
 """Pods that are asked for files in turn: they come and go."""
@@ -70,7 +70,7 @@ _MOST_PODS: Final = 8
 """Pods whose output is brought: the first, and those that failed first."""
 _MOST_LOG: Final = 4 << 20
 _OTHERS_S: Final = 10.0
-"""For another command that fetches the same run."""
+"""Wait for another command that fetches the same run."""
 _TAIL: Final = ("tailLines", "20000")
 _LINE: Final = re.compile(r"(\S+)Z (.*)", re.DOTALL)
 _DONE: Final = "done"
@@ -95,7 +95,7 @@ class Storage:
 
     @contextlib.contextmanager
     def pod(self) -> Iterator[str]:
-        """Make a pod with the storage, and remove it in the end; yield its name.
+        """Make a pod with the storage, yield its name, then remove it.
 
         Raises:
             UserError: HF753 a right is missing; HF759 it does not start, and why.
@@ -140,8 +140,8 @@ class Storage:
         """Remove the run from the storage again."""
         self._ask(pod, "drop", timeout_s=_COPY_S)
 
-    def get(self, pod: str, fetched: Fetched) -> int:
-        """Bring new files into the local run directory; return how many changed.
+    def get(self, pod: str, fetched: Fetched) -> None:
+        """Bring new files into the local run directory.
 
         Raises:
             UserError: HF759 it cannot be read.
@@ -152,7 +152,7 @@ class Storage:
             request.seek(0)
             self._ask(pod, "get", request, answer, timeout_s=_FETCH_S)
             answer.seek(0)
-            return fetched.apply(answer)
+            fetched.apply(answer)
 
     def fetch(self, run_dir: Path, seen: ApiView, *, mark: str) -> None:
         """Bring all that is new into the local run directory.
@@ -187,7 +187,7 @@ class Storage:
         late = [pod for pod in seen.pods if stuck_s(pod, now) is not None]
         alive = [pod for pod in in_order(seen.pods) if is_alive(pod) and pod not in late]
         lost = [pod for pod in alive if host_of(pod) in dark or is_lost(pod, seen.ready)]
-        alive = sorted((pod for pod in alive if pod not in lost), key=is_ending)  # those that stay
+        alive = sorted((pod for pod in alive if pod not in lost), key=is_ending)  # ending ones last
         error: PlatformError | None = None
         for pod in alive[:_MOST_ASKED]:
             try:

@@ -38,7 +38,7 @@ KEEP: Final = "holdfast.dev/keep"
 """Annotation: it outlives the job. The first such document is the board, which owns the others."""
 _TRIES: Final = 5
 GONE_S: Final = 180.0
-"""For an ended job of the same name to go."""
+"""Wait for an ended job of the same name to go."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,23 +194,24 @@ class Creation:
             raise UserError(
                 "HF758",
                 f"there is a {document['kind']} {name_of(document)} in namespace {self.namespace} "
-                "already, which is none of this run's; submit under another name",
+                "already, which is not of this run; submit under another name",
             )
 
-    def _is_there(self, document: Object) -> bool:
-        """Return whether a document, or anything its controllers have made of it, still exists."""
-        if self._get(document) is not None:
-            return True
+    def _wait_gone(self, document: Object) -> None:
+        """Wait until a document and all that its controllers have made of it are gone.
+
+        By asking: watching such objects takes rights that submitting does not.
+        """
         labels = f"{RUN_LABEL}={document['metadata']['labels'][RUN_LABEL]}"
         made = MADE_OF.get(document["kind"], ())
-        return any(self.api.list_all(each, self.namespace, labels=labels)[0] for each in made)
 
-    def _wait_gone(self, document: Object) -> None:
-        """Wait by asking: watching such objects takes rights that submitting does not."""
-        what = f"{resource_of(document).name}/{name_of(document)}"
-        if polled(
-            lambda: self._is_there(document), not_, for_s=GONE_S, every_s=0.5, sleep=self.sleep
-        ):
+        def is_there() -> bool:
+            return self._get(document) is not None or any(
+                self.api.list_all(each, self.namespace, labels=labels)[0] for each in made
+            )
+
+        if polled(is_there, not_, for_s=GONE_S, every_s=0.5, sleep=self.sleep):
+            what = f"{resource_of(document).name}/{name_of(document)}"
             raise TemporaryError(
                 f"{what} of the former submission is still being removed; see holdfast why RUN, "
                 "and submit again"

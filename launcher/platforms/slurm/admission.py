@@ -153,7 +153,7 @@ def problems(job: BatchRequest, cluster: SlurmCluster) -> list[Problem]:
 
     HF680 to HF682, of the partition; HF683 and HF684, of the account and its limits.
     """
-    if not cluster.config:  # whatever is found might be lifted there
+    if not cluster.config:  # it might lift any limit
         return []
     known = {part.get("PartitionName", ""): part for part in cluster.partitions}
     default = [name for name, part in known.items() if part.get("Default") == "YES"]
@@ -246,7 +246,7 @@ def _not_allowed(
 def _too_many(
     job: BatchRequest, cluster: SlurmCluster, part: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Yield the first reason why the partition never gives a job so many nodes."""
+    """Yield the first reason why the partition never gives the job its nodes."""
     name, asked = part.get("PartitionName", ""), f"the job asks for {job.nodes:,} nodes"
     most, least = part.get("MaxNodes", ""), part.get("MinNodes", "")
     other = "lower cluster.nodes or cluster.spares, or use another partition"
@@ -345,7 +345,7 @@ def _wishes(job: BatchRequest) -> Iterator[_Wish]:
 
 
 def _has_gres(name: str, kind: str, count: int, group: NodeGroup) -> bool:
-    """Return whether such nodes have so many; GRES without a type may be of any."""
+    """Return whether nodes have `count` of a GRES; one without a type may be of any type."""
     there = [(k, n) for other, k, n in _gres(group.gres) if other == name]
     return sum(n for k, n in there if not kind or not k or k.lower() == kind.lower()) >= count
 

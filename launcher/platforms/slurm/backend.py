@@ -65,7 +65,6 @@ class SlurmBackend(Backend):
         env: Mapping[str, str] | None = None,
         patience: SlurmPatience | None = None,
         sleep: Callable[[float], None] = time.sleep,
-        mono: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         base = os.environ if env is None else env
@@ -77,7 +76,7 @@ class SlurmBackend(Backend):
         self._patience = patience or SlurmPatience()
         self._elsewhere = bool(base.get("SLURM_CLUSTERS"))
         """Jobs may go to several clusters, which are not asked before."""
-        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._sleep, self._wall = sleep, wall
         self._queries = SlurmQueries(self._commands, self._patience, sleep)
 
     def find_problems(
@@ -306,7 +305,6 @@ class SlurmBackend(Backend):
             for_s=self._patience.adopt_s,
             every_s=2.0,
             sleep=self._sleep,
-            mono=self._mono,
         )
         if job is None:
             raise lost

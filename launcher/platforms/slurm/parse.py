@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Final
 
 SEPARATOR: Final = "\x1f"
-"""Between columns: no path, name or reason has it."""
+"""Separates columns; paths, names and reasons do not contain it."""
 
 SQUEUE_FORMAT: Final = SEPARATOR.join(
     ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%N", "%B", "%j", "%o")
@@ -24,7 +24,7 @@ SQUEUE_COLUMNS: Final = (
 )
 """Columns of SQUEUE_FORMAT, in sacct's and scontrol's names.
 
-Nodes that went down, be it the batch host, are left out.
+Nodes that went down are left out, the batch host too.
 """
 SINFO_FORMAT: Final = SEPARATOR.join(("%R", "%N", "%c", "%m", "%G", "%f"))
 """Partition, nodes, and of each node CPUs, memory in MiB, GRES, features."""
@@ -53,9 +53,9 @@ class SlurmJob:
     """One job, or one task of an array, as one of the commands shows it."""
 
     id: str
-    """As the user knows it: 123, or 123_4 for a task of an array."""
+    """The id that users see: 123, or 123_4 for a task of an array."""
     raw_id: str = ""
-    """The number of the task alone; the same as `id` where there is no array."""
+    """The number of the task alone; the same as `id` without an array."""
     state: str = ""
     """Slurm's word, in capitals, as PENDING or NODE_FAIL."""
     reason: str = ""
@@ -65,7 +65,7 @@ class SlurmJob:
     start: float | None = None
     end: float | None = None
     nodes: str = ""
-    """As Slurm writes it, n[1-3]."""
+    """A node list in Slurm's form: n[1-3]."""
     batch_host: str = ""
     restarts: int | None = None
     name: str | None = None
@@ -156,7 +156,7 @@ class NodeGroup:
     cpus: int
     memory_mib: int
     gres: str
-    """As configured: gpu:h100:8(S:0-1),nvme:2; empty: none."""
+    """The configured ones: gpu:h100:8(S:0-1),nvme:2; empty: none."""
     features: frozenset[str]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from launcher.platforms.base import JobRef, Machine
-from launcher.platforms.commands import CommandResult, Commands
+from launcher.platforms.commands import CommandResult, Commands, shortened
 from launcher.platforms.retries import retried
 from launcher.platforms.slurm import admission, parse, status_text
 from launcher.platforms.slurm.parse import SlurmJob
@@ -178,8 +178,7 @@ class SlurmQueries:
             return []
         found = parse.parse_squeue(answer.out)
         if not found and answer.out.strip() and not cluster:  # with one, its name is a line
-            text = flat(answer.out)
-            shown = text if len(text) <= 200 else text[:199] + "…"
+            shown = shortened(flat(answer.out), 200)
             troubles.append(PermanentError(f"squeue gave an answer that cannot be read: {shown}"))
         return found
 

@@ -218,7 +218,7 @@ def status_of(job: SlurmJob) -> JobStatus:
     """Return the status of `job`."""
     state = _STATES.get(job.state, JobState.UNKNOWN)
     over = state.is_final
-    # Slurm writes 0 for what ended without a word of its own: a lost node, the time limit.
+    # Slurm writes 0 for what ended with no exit code: a lost node, the time limit.
     code = 0 if state is JobState.DONE else (job.code or None) if over else None
     if state is JobState.FAILED and code == EXIT_SAVED and not job.signal:
         state = JobState.SAVED

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.platforms.base import JobRef, JobState, RemoteExec
 from launcher.platforms.commands import CommandResult, Commands, SystemCommands
-from launcher.platforms.local import with_packages
+from launcher.platforms.local import python_path
 from launcher.platforms.slurm.backend import outside_jobs
 from launcher.platforms.targets import target_named
 from launcher.record.files import events_named
@@ -83,7 +83,7 @@ def running_job(run: StoredRun) -> RunningJob:
             f"{run.shown} is {status.state}{why}: nothing of it runs now; holdfast why "
             f"{run.shown} says more",
         )
-    env = {**outside_jobs(os.environ), "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH"))}
+    env = {**outside_jobs(os.environ), "PYTHONPATH": python_path()}
     start, run_dir, remote = StepStart(python=sys.executable), str(run.path), None
     if isinstance(backend, RemoteExec):
         fetched(backend, job)  # who runs where is in the record

