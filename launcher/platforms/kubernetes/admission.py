@@ -346,9 +346,7 @@ def fit_on(node: Mapping[str, Any], request: PodsRequest) -> int:
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
-    if toleration.get("effect") not in {None, "", taint.get("effect")}:
-        return False
-    if toleration.get("key") not in {None, "", taint.get("key")}:
+    if any(toleration.get(name) not in {None, "", taint.get(name)} for name in ("effect", "key")):
         return False
     exists = toleration.get("operator") == "Exists"
     return exists or (toleration.get("value") or "") == (taint.get("value") or "")

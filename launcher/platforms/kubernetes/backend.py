@@ -270,11 +270,8 @@ class KubernetesBackend(Backend):
             try:
                 seen = self._seen(asked)
             except (UserError, PlatformError) as error:
-                away = JobStatus(
-                    state=JobState.UNKNOWN,
-                    reason=str(error),
-                    words="nothing is known of it now",
-                )
+                words = "nothing is known of it now"
+                away = JobStatus(state=JobState.UNKNOWN, reason=str(error), words=words)
                 answers |= dict.fromkeys(asked, away)
                 continue
             for job in asked:
@@ -346,19 +343,11 @@ class KubernetesBackend(Backend):
     def run_on(
         self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float
     ) -> CommandResult:
-        """Run a command in the pod called `node`, beside its agent.
-
-        Raises:
-            UserError, PlatformError: it cannot be started there.
-        """
+        """Run a command in the pod called `node`, beside its agent; raises as `PodExec.run`."""
         return self._at(job).exec.run(node, argv, timeout_s=timeout_s)
 
     def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
-        """Run a command in the pod called `node` with this terminal; return its exit code.
-
-        Raises:
-            UserError, PlatformError: it cannot be started there.
-        """
+        """Run a command in the pod called `node` with this terminal; raises as `PodExec.run`."""
         return self._at(job).exec.terminal(node, argv)
 
     @contextlib.contextmanager
@@ -404,12 +393,10 @@ class KubernetesBackend(Backend):
         return {job: _same(found[str(job.id)], job) for job in jobs}
 
     def _delete(self, job: JobRef, seen: ApiView) -> None:
-        """Delete the job's object; what belongs to it follows.
+        """Tell the agents that the run ends, where their storage is elsewhere; delete the job.
 
         Not in the foreground: Trainer's webhook refuses to let go of a TrainJob whose
-        TrainingRuntime has gone before it, as others may have caused. Another deletion frees such a
-        one too. First the agents are told that the whole run ends, where their storage is
-        elsewhere.
+        TrainingRuntime has gone before it. Another deletion frees a job that is stuck so.
         """
         assert seen.job is not None
         here, run_dir, pods = self._at(job), Path(job.run_dir), seen.reached
@@ -420,11 +407,7 @@ class KubernetesBackend(Backend):
         here.api.delete(RESOURCES[here.bundle.kind], here.namespace, job.id, uid=uid_of(seen.job))
 
     def _bundle(self, job: JobRef) -> Bundle:
-        """Return what was submitted, from the files in the run directory.
-
-        Raises:
-            UserError: HF613 they cannot be read.
-        """
+        """Return what was submitted, from the files in the run directory (HF613)."""
         if job.run_dir not in self._bundles:
             files = {}
             for name in (JOB_FILE, MANIFESTS):

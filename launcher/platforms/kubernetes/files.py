@@ -6,6 +6,7 @@ RUN/.fetched.json has what was brought already: each file's inode there and the 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -56,11 +57,7 @@ class Fetched:
             return cls(run_dir)
 
     def save(self) -> None:
-        """Write it, whole or not at all.
-
-        Raises:
-            OSError: the run directory cannot be written.
-        """
+        """Write it, whole or not at all; OSError: the run directory cannot be written."""
         raw = {"v": 1, "files": self.files, "pods": self.pods, "complete": self.complete}
         write_json(self.run_dir / STATE, raw)
 
@@ -143,8 +140,6 @@ class Fetched:
 @contextlib.contextmanager
 def one_at_a_time(run_dir: Path, *, wait_s: float = 0.0) -> Iterator[bool]:
     """Yield whether no other process brings the same run, after at most `wait_s` seconds."""
-    import fcntl
-
     with (run_dir / f"{STATE}.lock").open("ab") as file:
 
         def locked() -> bool:

@@ -283,9 +283,8 @@ def _states(pod: Mapping[str, Any]) -> Object:
 def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
     """Return whether the node of a pod that should run does not answer, so it counts for nothing.
 
-    Without the right to see nodes the pod says it: its containers are ready and it is not, for the
-    control plane alone sets the one (MarkPodsNotReady), the kubelet both. `ready` says whether a
-    node answers, where that was asked.
+    Without the right to see nodes the pod says it: its containers are ready and it is not, which
+    only the control plane sets (MarkPodsNotReady). `ready`: whether a node answers, where asked.
     """
     if not is_alive(pod):
         return False

@@ -126,8 +126,7 @@ class ApiView:
     def left(self) -> list[Object]:
         """The rest of a deleted job: pods whose agents have started.
 
-        A controller may meanwhile replace a pod; the new one lacks its ConfigMaps, never starts,
-        and goes too.
+        A pod that replaces one meanwhile lacks its ConfigMaps, never starts, and goes too.
         """
         return [pod for pod in in_order(self.pods) if has_started(pod)]
 
@@ -247,18 +246,14 @@ def _deleted(
             "Should that stay, cancel it again",
         )
     if stop_asked:
-        return JobStatus(
-            state=JobState.CANCELLED,
-            reason=NO_SUCH_JOB,
-            words="it was cancelled, and is gone",
-            source="RUN/stop.json",
-        )
-    return JobStatus(
-        state=JobState.UNKNOWN,
-        reason=NO_SUCH_JOB,
-        words="Kubernetes does not know it (any more): it was deleted, or its time after the end "
-        "(kubernetes.ttl_s) is over",
+        state, source = JobState.CANCELLED, "RUN/stop.json"
+        words = "it was cancelled, and is gone"
+        return JobStatus(state=state, reason=NO_SUCH_JOB, words=words, source=source)
+    words = (
+        "Kubernetes does not know it (any more): it was deleted, or its time after the end "
+        "(kubernetes.ttl_s) is over"
     )
+    return JobStatus(state=JobState.UNKNOWN, reason=NO_SUCH_JOB, words=words)
 
 
 def _failed(seen: ApiView, failed: Mapping[str, Any], known: dict[str, Any]) -> JobStatus:
@@ -276,8 +271,7 @@ def _failed(seen: ApiView, failed: Mapping[str, Any], known: dict[str, Any]) -> 
 def job_code(ends: Sequence[PodFailure]) -> int | None:
     """Return the code of a job that failed, by how its pods ended, if known.
 
-    93 and 94 end a job wherever they come from; 128 and more only say that a pod was to be tried
-    again.
+    93 and 94 end a job wherever they come from; 128 and more only have a pod tried again.
     """
     codes = [end.code for end in ends]
     for final in (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP):

@@ -141,12 +141,7 @@ class Storage:
         self._ask(pod, "drop", timeout_s=_COPY_S)
 
     def get(self, pod: str, fetched: Fetched) -> None:
-        """Bring new files into the local run directory.
-
-        Raises:
-            UserError: HF759 it cannot be read.
-            PlatformError: the connection broke off.
-        """
+        """Bring new files into the local run directory; raises as `put`, but for HF611."""
         with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as answer:
             request.write(fetched.request())
             request.seek(0)
@@ -297,11 +292,7 @@ class Storage:
             )
 
     def _wait(self, name: str) -> None:
-        """Wait until the new pod runs.
-
-        Raises:
-            UserError: HF759 it does not, or never will.
-        """
+        """Wait until the new pod runs (HF759: it does not, or never will)."""
         trouble: Trouble | None = None
 
         def error(what: str) -> UserError:
