@@ -141,9 +141,8 @@ class Backend(Protocol):
     ) -> list[Problem]:
         """Ask the platform, read-only and for seconds, what keeps this bundle from ever running.
 
-        Only problems that the platform itself would not refuse at once in clear words. Unknown
-        facts are left out: nothing is raised, and no error is found where the job would run as the
-        platform is configured now. Mere waiting makes warnings. `without` names nodes to avoid
+        What the platform itself would refuse at once in clear words is left out, and so are unknown
+        facts: nothing is raised. Mere waiting makes warnings. `without` names nodes to avoid
         besides the bundle's.
         """
         del files, without
@@ -181,8 +180,7 @@ class Backend(Protocol):
     def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """Return the status of each job, by one batched query.
 
-        Never raises because the platform is away or knows nothing: such jobs are UNKNOWN, with the
-        reason.
+        Jobs are UNKNOWN, with the reason, where the platform is away or does not know them.
         """
 
     def ask_to_save(self, job: JobRef) -> bool:

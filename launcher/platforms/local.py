@@ -62,8 +62,7 @@ class LocalNode:
 def loopback_address(run_id: str, index: int) -> str:
     """Return the address of node `index`: 127.a.b.n, with a and b from the run's id.
 
-    Runs on one machine differ in their addresses, so a stray agent of one never reaches another. a
-    and b avoid 0 and 255; 127.0.x.y stays free for others.
+    So a stray agent of one run never reaches another. a and b are neither 0 nor 255.
     """
     assert 0 <= index < 250, f"node {index}: an emulated cluster has at most 250 nodes"
     digest = hashlib.sha256(run_id.encode()).digest()
@@ -178,11 +177,7 @@ class LocalCluster:
         node.killed_at, node.paused = time.monotonic(), False
 
     def kill_zygote(self, name: str) -> None:
-        """SIGKILL the zygote of `name` and nothing else.
-
-        Raises:
-            PermanentError: it has none now.
-        """
+        """SIGKILL the zygote of `name` and nothing else; PermanentError: it has none now."""
         process = self.nodes[name].process
         found = None if process is None else child_named(process.pid, ZYGOTE)
         if found is None:
@@ -190,21 +185,13 @@ class LocalCluster:
         signal_all({found}, signal.SIGKILL)
 
     def ask_worker(self, number: Inside, pid: int) -> None:
-        """Inject a fault that only the worker itself can bring about.
-
-        Raises:
-            PermanentError: it does not listen, such as a script or a worker that just starts.
-        """
+        """Inject a fault that only a trainer itself can bring about; else PermanentError."""
         if not catches(pid, number):
             raise PermanentError(f"process {pid} takes no such fault: not a trainer, or starting")
         self.signal_worker(number, pid)
 
     def signal_worker(self, number: int, pid: int) -> None:
-        """Send a signal to one worker.
-
-        Raises:
-            PermanentError: it is not a live process of this cluster.
-        """
+        """Send a signal to one live process of this cluster; PermanentError: it is not one."""
         if not any(pid in self.pids(name) for name in self.nodes):
             raise PermanentError(f"process {pid} is not a live worker of this run")
         signal_all({pid}, number)
@@ -233,11 +220,7 @@ class LocalCluster:
                 node.process.send_signal(signal.SIGTERM)
 
     def check_small_disk(self) -> None:
-        """Check that the run directory's file system may be filled.
-
-        Raises:
-            PermanentError: it may hold more than this run.
-        """
+        """Check that the run directory's file system may be filled; else PermanentError."""
         if not self.run_dir.is_mount():
             raise PermanentError(f"{self.run_dir} is no file system of its own")
         status = os.statvfs(self.run_dir)

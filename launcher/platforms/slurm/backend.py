@@ -213,9 +213,8 @@ class SlurmBackend(Backend):
     def ask_to_save(self, job: JobRef) -> bool:
         """Send USR2 to all steps, thus the agents, and to the batch shell; False: it does not run.
 
-        To the steps, for the batch shell may be lost with its host; to the shell, as at the end of
-        its time, for it may not have started them yet. Only to a running job: scancel tries for
-        minutes to signal one that waits.
+        The batch shell may be lost with its host, or may not have started its steps yet. Only a
+        running job gets it: scancel tries for minutes to signal one that waits.
         """
         if self.status([job])[job].state is not JobState.RUNNING:
             return False
@@ -329,8 +328,7 @@ class _UnsureError(PermanentError):
 def outside_jobs(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without Slurm's variables.
 
-    They override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and the variables of a job
-    around this process would leak into another one.
+    They override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), or are of another job.
     """
     return {
         name: value

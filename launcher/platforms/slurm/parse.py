@@ -41,7 +41,7 @@ MAX_NODES: Final = 100_000
 _ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _SBATCH_ID = re.compile(r"([0-9]+)(?:;([\w.-]+))?")
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
-_EXIT = re.compile(r"([0-9]+):([0-9]+)")
+_EXIT = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 _EXCLUDED = re.compile(r'^#SBATCH --exclude="?([^"\s]+)"?$', re.MULTILINE)
 _NODE_LIST = re.compile(r"(?:[^\[\]]|\[[^\[\]]*\])*", re.DOTALL)
 _NODE_LIST_PART = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+", re.DOTALL)
@@ -208,10 +208,7 @@ def parse_test_only(text: str) -> tuple[float | None, str] | None:
 
 
 def excluded(script: str, more: Sequence[str]) -> str:
-    """Return the value of --exclude for a script's excluded nodes and `more`.
-
-    An option of sbatch's command line replaces that of the script.
-    """
+    """Return the value of --exclude that replaces a script's: its excluded nodes and `more`."""
     match = _EXCLUDED.search(script)
     return ",".join([*([match[1]] if match else []), *more])
 
@@ -237,9 +234,7 @@ def parse_time(text: str) -> float | None:
 def parse_exit(text: str) -> tuple[int | None, int | None]:
     """Read `91:0`: exit code, and number of the signal or None."""
     match = _EXIT.fullmatch(text.strip())
-    if match is None or len(match[1]) > 9 or len(match[2]) > 9:
-        return None, None
-    return int(match[1]), int(match[2]) or None
+    return (int(match[1]), int(match[2]) or None) if match else (None, None)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
