@@ -57,7 +57,7 @@ def machines_of(backend: Backend) -> Machines:
         UserError: HF693 its machines are not named.
     """
     if not isinstance(backend, Machines):
-        raise UserError("HF693", f"{backend.name} has no machines by name; use --to slurm")
+        raise UserError("HF693", "local has no machines by name; use --to slurm")
     return backend
 
 

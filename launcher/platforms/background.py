@@ -70,8 +70,6 @@ def read_mark(run_dir: Path) -> Mark | None:
 class BackgroundBackend(Backend):
     """Starts `holdfast run` in the background and watches it."""
 
-    name = "local"
-
     def __init__(self) -> None:
         self._asked: set[str] = set()
 

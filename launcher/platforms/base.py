@@ -127,10 +127,6 @@ class Backend(Protocol):
     machine's storage and without arrays.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the target: slurm, kubernetes, local."""
-
     def check(self, files: Mapping[str, str]) -> list[str]:
         """Ask the platform whether it would take this bundle; return the lines of its answer."""
         del files

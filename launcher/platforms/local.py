@@ -76,8 +76,6 @@ class LocalCluster:
     die with the thread that started them, so a killed launcher leaves none behind.
     """
 
-    name = "local"
-
     def __init__(
         self,
         run_dir: Path,

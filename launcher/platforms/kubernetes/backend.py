@@ -110,14 +110,8 @@ class KubernetesBackend(Backend):
         self._sleep, self._wall = sleep, wall
         self._api = cache(connected)
         self._bundles: dict[str, Bundle] = {}
-        self._kind = "kubernetes"
         self._last: dict[JobRef, tuple[float, ApiView]] = {}
         """The last view of a job, and its time."""
-
-    @property
-    def name(self) -> str:
-        """Target of the last job: pytorchjob, jobset, trainjob; before: kubernetes."""
-        return self._kind
 
     def find_problems(
         self, files: Mapping[str, str], *, without: Sequence[str] = ()
@@ -389,7 +383,6 @@ class KubernetesBackend(Backend):
         bundles, here = {str(job.id): self._bundle(job) for job in jobs}, self._at(jobs[0])
         look = _Look(api=here.api, namespace=here.namespace, now_unix=self._wall())
         found = look.at(bundles, details=details)
-        self._kind = self._bundle(jobs[-1]).target
         return {job: _same(found[str(job.id)], job) for job in jobs}
 
     def _delete(self, job: JobRef, seen: ApiView) -> None:
@@ -425,7 +418,7 @@ class KubernetesBackend(Backend):
     def _creation(
         self, bundle: Bundle, files: Mapping[str, str], without: Sequence[str] = ()
     ) -> Creation:
-        self._kind, api = bundle.target, self._api(bundle.context)
+        api = self._api(bundle.context)
         namespace = bundle.namespace or api.namespace
         documents = stamped(
             bundle,

@@ -106,9 +106,6 @@ _TEMPLATES: Final[dict[str, Sequence[Any]]] = {
 }
 """Path of the pods' template in a document's spec."""
 
-TARGETS: Final = {kind: target for target, kind in KINDS.items()}
-"""Kind of the job -> name of the target."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
@@ -128,11 +125,6 @@ class Bundle:
     def kind(self) -> str:
         """Kind of the job, as PyTorchJob."""
         return str(self.job["kind"])
-
-    @property
-    def target(self) -> str:
-        """Name of the target, as pytorchjob."""
-        return TARGETS[self.kind]
 
     @property
     def name(self) -> str:
@@ -205,11 +197,11 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     except (yaml.YAMLError, UserError) as error:
         raise UserError("HF613", f"{MANIFESTS} cannot be read: {error}") from error
     kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
-    if not kinds or kinds[-1] not in TARGETS or not RENDERED.issuperset(kinds):
+    if not kinds or kinds[-1] not in KINDS.values() or not RENDERED.issuperset(kinds):
         raise UserError(
             "HF613",
             f"{MANIFESTS} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
-            f"those that `holdfast render` makes, a {' or '.join(TARGETS)} last",
+            f"those that `holdfast render` makes, a {' or '.join(KINDS.values())} last",
         )
     section = spec.get("kubernetes") if isinstance(spec, dict) else None
     context = (section.get("context") if isinstance(section, dict) else None) or ""

@@ -17,7 +17,6 @@ from launcher.platforms.kubernetes.documents import (
     MADE_OF,
     MANAGED_BY,
     SUBMISSION,
-    TARGETS,
     Object,
     resource_of,
 )
@@ -31,7 +30,7 @@ from launcher.platforms.kubernetes.pods import (
     uid_of,
 )
 from launcher.platforms.retries import polled
-from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
+from launcher.render.kubernetes_names import KINDS, MANAGED_LABEL, RUN_LABEL
 from launcher.spec.errors import PermanentError, PlatformError, TemporaryError, UserError
 
 KEEP: Final = "holdfast.dev/keep"
@@ -86,7 +85,7 @@ class Creation:
             self._check_ours(document, found)
             if _is_kept(document):
                 continue
-            is_job = document["kind"] in TARGETS
+            is_job = document["kind"] in KINDS.values()
             if is_job and not (is_ending(found) or has_ended(found)):
                 raise UserError(
                     "HF615",

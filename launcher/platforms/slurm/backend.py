@@ -56,8 +56,6 @@ _PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCE
 class SlurmBackend(Backend):
     """Submits RUN/job.sbatch and watches it."""
 
-    name = "slurm"
-
     def __init__(
         self,
         commands: Commands | None = None,

@@ -302,8 +302,6 @@ def test_what_a_ledger_forgets_makes_no_machine_bad(entries, most):
 class Platform:
     """Five machines; a job that finds fewer than three is refused."""
 
-    name = "slurm"
-
     def machines(self, files=None):
         return [Machine(name=f"n{k}") for k in range(1, 6)]
 

@@ -74,8 +74,6 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
 class Answers:
     """A platform whose answers are known beforehand; the last one is given again."""
 
-    name = "slurm"
-
     def __init__(self, *statuses):
         self.left, self.asked_to_save, self.cancelled = list(statuses), 0, 0
 

@@ -65,7 +65,7 @@ class Run:
     """A run of a kind, whose cluster says what is on the tape of a scene."""
 
     def __init__(self, kind, scene, played, folder):
-        self.run_dir = folder / "run"
+        self.kind, self.run_dir = kind, folder / "run"
         self.run_dir.mkdir()
         bundle = scene if scene.startswith(("waits", "lacks", "failed", "is_done")) else "runs"
         self.files = files_of(kind, bundle, self.run_dir, image="holdfast:1")
@@ -98,7 +98,7 @@ def test_a_job_is_checked_then_made_as_a_whole(run):
     dry = [kind for line, kind in posts if "dryRun=All" in line]
     real = list(dict.fromkeys(kind for line, kind in posts if "dryRun=All" not in line))
     assert list(dict.fromkeys(dry)) == real, "the same, in the same order"
-    assert real[-1] == KINDS[made.backend.name]
+    assert real[-1] == KINDS[made.kind]
     assert all("fieldValidation=Strict" in line for line, _ in posts)
     [(_, owned)] = made.asked("PATCH")
     assert owned["metadata"]["ownerReferences"][0]["kind"] == real[-1]
