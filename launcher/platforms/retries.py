@@ -9,20 +9,26 @@ Waits within a process (signals, events, locks) do not belong here.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.spec.errors import TemporaryError
 
+if TYPE_CHECKING:
+    import tenacity
+
 _Result = TypeVar("_Result")
+
+# tenacity takes 25 ms to import: those that need not ask again, as a node's start, do without.
 
 
 def retried(
     call: Callable[[], _Result],
     *,
     for_s: float,
+    first_wait_s: float = 0.5,
+    longest_wait_s: float = 10.0,
     only: type[TemporaryError] = TemporaryError,
     but_not: tuple[type[TemporaryError], ...] = (),
     sleep: Callable[[float], None] = time.sleep,
@@ -30,23 +36,32 @@ def retried(
     """Return what `call` returns, repeating it after a TemporaryError.
 
     No new try begins `for_s` seconds after the first began. Waits are random, so that many users of
-    one busy controller do not come back together; the longest possible one grows from 0.5 s to
-    10 s. An error with `retry_after_s` is waited for so long instead. Only errors of type `only`
-    are repeated, and not those of `but_not`, such as after a call that may have taken effect.
+    one busy controller do not come back together; their longest length doubles from `first_wait_s`
+    to `longest_wait_s`. An error with `retry_after_s` is waited for so long instead. Only errors of
+    type `only` are repeated, and not those of `but_not`, such as after a call that may have taken
+    effect.
 
     Raises:
         TemporaryError: the last one, when time was up.
     """
-    end, longest_s = time.monotonic() + for_s, 0.5
-    while True:
-        try:
-            return call()
-        except only as error:
-            if isinstance(error, but_not) or time.monotonic() >= end:
-                raise
-            asked_for: float | None = getattr(error, "retry_after_s", None)
-        sleep(random.uniform(0.0, longest_s) if asked_for is None else asked_for)
-        longest_s = min(2 * longest_s, 10.0)
+    import tenacity
+
+    random = tenacity.wait_random_exponential(multiplier=first_wait_s, max=longest_wait_s)
+
+    def wait(state: tenacity.RetryCallState) -> float:
+        asked_for: float | None = getattr(_error_of(state), "retry_after_s", None)
+        return random(state) if asked_for is None else asked_for
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(
+            lambda error: isinstance(error, only) and not isinstance(error, but_not)
+        ),
+        stop=tenacity.stop_after_delay(for_s),
+        wait=wait,
+        sleep=sleep,
+        reraise=True,
+    )
+    return retrying(call)
 
 
 def insist(
@@ -54,21 +69,23 @@ def insist(
     *,
     first_wait_s: float,
     longest_wait_s: float,
-    on_error: Callable[[TemporaryError], None],
+    on_error: Callable[[BaseException], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Result:
     """Return what `call` returns, repeating it after each TemporaryError, for ever.
 
-    `on_error` is called before each wait. Waits double up to `longest_wait_s`.
+    The first wait doubles up to `longest_wait_s`. `on_error` is called before each.
     """
-    wait_s = first_wait_s
-    while True:
-        try:
-            return call()
-        except TemporaryError as error:
-            on_error(error)
-        sleep(wait_s)
-        wait_s = min(2 * wait_s, longest_wait_s)
+    import tenacity
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(TemporaryError),
+        wait=tenacity.wait_exponential(multiplier=first_wait_s, max=longest_wait_s),
+        before_sleep=lambda state: on_error(_error_of(state)),
+        sleep=sleep,
+        reraise=True,
+    )
+    return retrying(call)
 
 
 def polled(
@@ -85,7 +102,26 @@ def polled(
     No new look begins `for_s` seconds after the first one began; infinity: no limit. Errors of
     `look` end the polling.
     """
-    end = mono() + for_s
-    while not until(seen := look()) and mono() < end:
-        sleep(every_s)
-    return seen
+    import tenacity
+
+    deadline = mono() + for_s
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_result(lambda seen: not until(seen)),
+        stop=lambda _: mono() >= deadline,
+        wait=tenacity.wait_fixed(every_s),
+        sleep=sleep,
+        retry_error_callback=_seen,
+    )
+    return retrying(look)
+
+
+def _seen(state: tenacity.RetryCallState) -> object:
+    assert state.outcome is not None, "a look has been taken"
+    return state.outcome.result()
+
+
+def _error_of(state: tenacity.RetryCallState) -> BaseException:
+    assert state.outcome is not None, "a call has ended"
+    error = state.outcome.exception()
+    assert error is not None, "it has failed"
+    return error

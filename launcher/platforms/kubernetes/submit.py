@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from operator import not_
 from typing import Final
 
+import tenacity
+
 from launcher.platforms.kubernetes.api import KubernetesApi
 from launcher.platforms.kubernetes.documents import (
     MADE_OF,
@@ -131,31 +133,35 @@ class Creation:
         return job
 
     def _create(self, document: Object) -> Object:
-        for _ in range(_TRIES - 1):
-            try:
-                return self._create_once(document)
-            except (PlatformError, UserError) as error:
-                # Webhooks, Trainer's and Kueue's, see a new runtime a little later.
-                if not isinstance(error, BrokenOffError) and not _lacks_another(document, error):
-                    raise
-            self.sleep(1.0)
-        return self._create_once(document)
-
-    def _create_once(self, document: Object) -> Object:
         """Make one document; one whose answer was lost is recognised."""
-        try:
-            return self.api.create(resource_of(document), self.namespace, document)
-        except (BrokenOffError, ConflictError) as error:
-            if _is_ours_alone(document):
-                if isinstance(error, ConflictError):
-                    return document
+
+        def once() -> Object:
+            try:
+                return self.api.create(resource_of(document), self.namespace, document)
+            except (BrokenOffError, ConflictError) as error:
+                if _is_ours_alone(document):
+                    if isinstance(error, ConflictError):
+                        return document
+                    raise
+                found = self._get(document)
+                if found is not None and _mark(found) == _mark(document):
+                    return found
+                if found is not None:
+                    self._check_ours(document, found)
                 raise
-            found = self._get(document)
-            if found is not None and _mark(found) == _mark(document):
-                return found
-            if found is not None:
-                self._check_ours(document, found)
-            raise
+
+        def again(error: BaseException) -> bool:
+            # Webhooks, Trainer's and Kueue's, see a new runtime a little later.
+            return isinstance(error, BrokenOffError) or _lacks_another(document, error)
+
+        policy = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(again),
+            stop=tenacity.stop_after_attempt(_TRIES),
+            wait=tenacity.wait_fixed(1.0),
+            sleep=self.sleep,
+            reraise=True,
+        )
+        return policy(once)
 
     def _undo(self, error: BaseException) -> None:
         """Remove what was made, last first."""
