@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_trainer.state.snapshots import image
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """Snapshots fit the disk of the tests, however full it is."""
+    monkeypatch.setattr(image, "RESERVE", 0.0)
+
 
 @pytest.fixture
 def hf(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.state.snapshots import image
 from elastic_trainer.state.snapshots.image import limits, no_room
 
 MIB = 1 << 20
@@ -21,8 +23,16 @@ def machine(root: Path, *, total_mib: int, free_mib: int) -> Path:
 
 
 @pytest.fixture
-def shm(tmp_path: Path) -> Path:
-    return tmp_path
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tenth that is left alone counts here; of the disk all is free."""
+    of_disk = os.statvfs
+
+    def empty(path: Path) -> os.statvfs_result:
+        found = of_disk(path)
+        blocks = found[2]
+        return os.statvfs_result((*found[:3], blocks, blocks, *found[5:]))
+
+    monkeypatch.setattr(image.os, "statvfs", empty)
 
 
 def test_the_machines_memory_counts(tmp_path: Path) -> None:
