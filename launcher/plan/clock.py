@@ -138,12 +138,11 @@ def save_warnings(spec: JobSpec, ladder: Ladder) -> list[Problem]:
 
 
 def _rounded_up(seconds: float) -> int:
-    """Round up to ten seconds."""
+    """Round up to tens."""
     return math.ceil(seconds / 10) * 10
 
 
 def _ample_shutdown_s(save_s: float) -> int:
-    """Return a shut-down into which a save of `save_s` seconds fits well."""
     return _rounded_up(1.5 * save_s + 30)
 
 
@@ -198,7 +197,6 @@ def _fitting(spec: JobSpec, clock: Clock) -> list[Offer]:
 
 
 def _origin(spec: JobSpec, clock: Clock) -> str:
-    """Return the chain, and which of its times were predicted."""
     names = ("save_s", "shutdown_s", "signal_lead_s")
     computed = [name for name in names if getattr(spec.slurm, name) is None]
     return f"{clock}; " + (f"computed: {', '.join(computed)}" if computed else "all as given")

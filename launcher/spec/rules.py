@@ -16,7 +16,7 @@ from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer
-from launcher.spec.memory import GIB, RankBytes, Workload, fullest_rank
+from launcher.spec.gpu_memory import GIB, RankBytes, Workload, fullest_rank
 
 MOST_OFFERS: Final = 4
 """Values that a message lists of one key."""
