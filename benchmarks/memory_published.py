@@ -30,7 +30,6 @@ from common import table
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
-from launcher.spec.hardware import device_memory_gib
 from launcher.spec.gpu_memory import (
     FRAGMENTATION,
     GIB,
@@ -39,6 +38,7 @@ from launcher.spec.gpu_memory import (
     Workload,
     fullest_rank,
 )
+from launcher.spec.hardware import device_memory_gib
 
 Row = Mapping[str, str]
 

@@ -278,7 +278,6 @@ def _jobset(job: PodJob) -> list[Object]:
 
 
 def _jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> Object:
-    """Return the spec of a JobSet, whose Job has `labels` too."""
     return given(
         failurePolicy={"maxRestarts": 0},
         replicatedJobs=[
@@ -336,15 +335,11 @@ def _on_codes(job: PodJob, action: str, *codes: int) -> Object:
 def _trainjob(job: PodJob) -> list[Object]:
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     body = given(runtimeRef=runtime, suspend=_suspended(job))
-    return [_runtime(job), _job_document(job, body)]
-
-
-def _runtime(job: PodJob) -> Object:
     head = _metadata(job, job.name)
     head["labels"] = {**head["labels"], "trainer.kubeflow.org/framework": "torch"}
     # On the Job whose number of pods is the number of nodes; its container is called node.
     ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    body: Object = {
+    template: Object = {
         "mlPolicy": {"numNodes": job.num_pods},
         "template": {
             "metadata": {"labels": job.child_labels},  # the JobSet's own
@@ -353,13 +348,14 @@ def _runtime(job: PodJob) -> Object:
     }
     if job.spec.kubernetes.gang:
         timeout = max(1, round(job.spec.elastic.join_timeout_s))
-        body["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": timeout}}
-    return {
+        template["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": timeout}}
+    document = {
         "apiVersion": API_VERSIONS[job.kind],
         "kind": "TrainingRuntime",
         "metadata": head,
-        "spec": body,
+        "spec": template,
     }
+    return [document, _job_document(job, body)]
 
 
 _DOCUMENTS: Final[dict[str, Callable[[PodJob], list[Object]]]] = {

@@ -205,7 +205,6 @@ def _missing(spec: JobSpec, image: str | None) -> Iterator[Problem]:
 
 
 def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
-    """Yield the paths of the job that are nowhere in its pods."""
     wish = spec.kubernetes
     kept = [wish.mount, *(volume.mount for volume in wish.volumes.values())]
     paths: list[tuple[str, str, bool]] = []
