@@ -209,7 +209,6 @@ def _prepared(
 
 
 def _is_end(event: Event) -> bool:
-    """Return whether `event` says that the run has done all there is to do."""
     stopped = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
     return stopped or event.event == "trainer.finished"
 

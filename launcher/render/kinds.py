@@ -259,7 +259,6 @@ def _pytorchjob(job: PodJob) -> list[Object]:
 
 
 def _suspended(job: PodJob) -> bool | None:
-    """Return True for a job that its queue starts, else None."""
     return None if job.spec.kubernetes.queue is None else True
 
 

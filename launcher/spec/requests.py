@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.quantities import counted
-from launcher.spec.hardware import GPUS, MAX_PER_NODE
+from launcher.spec.hardware import GPUS
 from launcher.spec.rules import BrokenRule, finding
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def models_in(text: str) -> set[str]:
 
 def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
     cluster = spec.cluster
-    most = MAX_PER_NODE.get(cluster.gpu)
+    most = GPUS[cluster.gpu].max_per_node if cluster.gpu in GPUS else None
     if most is not None and cluster.gpus_per_node > most:
         nodes = math.ceil(cluster.nodes * cluster.gpus_per_node / most)
         yield finding(
@@ -83,9 +83,8 @@ def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
 def _network(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield addresses that no other node reaches, and ranges without a port for each listener."""
     network = spec.network
-    if (
-        spec.device != "cpu" and spec.cluster.nodes + spec.cluster.spares > 1
-    ):  # emulated nodes share one machine
+    # Emulated nodes share one machine.
+    if spec.device != "cpu" and spec.cluster.nodes + spec.cluster.spares > 1:
         own = "is the loopback of each node: none would reach another"
         if network.interface == "lo":
             yield finding("HF128", "network.interface", f"lo {own}", "cluster", use=["auto"])

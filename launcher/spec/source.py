@@ -332,7 +332,6 @@ class _Builder:
         return out, end
 
     def _skip(self) -> None:
-        """Pass over one value."""
         depth = 0
         while True:
             event = self.events[self.next]
@@ -375,7 +374,6 @@ def _shown(text: str, path: Path) -> str:
 
 
 def _kind(text: str) -> str:
-    """Return what a text without quotes is."""
     return next((kind for kind, form in _KINDS.items() if form.fullmatch(text)), "str")
 
 
@@ -385,7 +383,6 @@ def _int(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    """Return a YAML 1.2 float, `.inf` and `.nan` included."""
     return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
