@@ -100,11 +100,11 @@ def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
         for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
-            smaller = replace(replica, **{axis: degree})
+            smaller = replace(replica, order=top.order, **{axis: degree})
             if smaller.world_size < last and _usable(facts, smaller):
                 yield smaller
                 last = smaller.world_size
-        replica = replace(replica, **{axis: 1})
+        replica = replace(replica, order=top.order, **{axis: 1})
 
 
 def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:

@@ -261,6 +261,7 @@ def _sbatch_sections(
     spec: JobSpec, plan: Plan, clock: Clock, *, run: str, run_id: str, array: str | None
 ) -> list[tuple[str, list[Quoted]]]:
     slurm = spec.slurm
+    extra = (text.removeprefix("--").partition("=") for text in slurm.extra)
     logs = f"{file_pattern(run)}/logs/slurm-" + ("%j" if array is None else "%A_%a") + ".out"
     requeue = "requeue" if slurm.restart == "requeue" else "no-requeue"
     return [
@@ -308,7 +309,7 @@ def _sbatch_sections(
                     ("mail-user", slurm.mail_user),
                     ("mail-type", slurm.mail_type),
                 ),
-                *(_extra(text) for text in slurm.extra),
+                *(sbatch_option(name, value if equals else None) for name, equals, value in extra),
             ],
         ),
     ]
@@ -335,11 +336,6 @@ def _resources(spec: JobSpec, plan: Plan, *, run_id: str) -> list[Quoted]:
 
 def _options(*pairs: tuple[str, object]) -> list[Quoted]:
     return [sbatch_option(name, value) for name, value in pairs if value is not None]
-
-
-def _extra(text: str) -> Quoted:
-    name, equals, value = text.removeprefix("--").partition("=")
-    return sbatch_option(name, value if equals else None)
 
 
 def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, Any]:

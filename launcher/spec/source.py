@@ -343,10 +343,9 @@ class _Builder:
 
     def _scalar(self, event: Any, path: Path) -> Any:
         text, tag = str(event.value), event.tag
-        if tag in (None, "!"):
-            kind = _kind(text) if event.implicit[0] and tag is None else "str"
-        else:
-            kind = tag.removeprefix(_TAG)
+        kind = "str" if tag in (None, "!") else tag.removeprefix(_TAG)
+        if event.implicit[0] and tag is None:
+            kind = next((each for each, form in _KINDS.items() if form.fullmatch(text)), "str")
         if kind in ("str", "timestamp"):
             return text
         self._refuse_tag(event, path, "int", "float", "bool", "null")
@@ -371,10 +370,6 @@ class _Builder:
 def _shown(text: str, path: Path) -> str:
     """Return an alias or a tag as messages may have it: a password can begin with * or !."""
     return MASK if any(leaks(text, path)) else text
-
-
-def _kind(text: str) -> str:
-    return next((kind for kind, form in _KINDS.items() if form.fullmatch(text)), "str")
 
 
 def _int(text: str) -> int:
