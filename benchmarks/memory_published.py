@@ -30,8 +30,15 @@ from common import table
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
+from launcher.spec.gpu_memory import (
+    FRAGMENTATION,
+    GIB,
+    HOLDFAST,
+    StackTraits,
+    Workload,
+    fullest_rank,
+)
 from launcher.spec.hardware import device_memory_gib
-from launcher.spec.memory import FRAGMENTATION, GIB, HOLDFAST, StackTraits, Workload, fullest_rank
 
 Row = Mapping[str, str]
 

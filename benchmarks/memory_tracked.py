@@ -53,7 +53,7 @@ from elastic_trainer.plan.models import PRESETS
 from elastic_trainer.train import engine
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
-from launcher.spec.memory import GIB, Workload, rank_bytes
+from launcher.spec.gpu_memory import GIB, Workload, rank_bytes
 
 _FORK = multiprocessing.get_context("fork")
 

@@ -175,29 +175,24 @@ def _found(
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         reason = f"loss {loss:g}, gradient norm {grad_norm:g}: not a finite number"
         return StepDecision(AnomalyAction(config.non_finite), AnomalyKind.NON_FINITE, reason)
-    found = []
     least = config.window // 2
     usual = spike(loss, baseline.losses, ratio=config.loss_ratio, least=least, rise=MIN_LOSS_RISE)
-    if usual is not None:
-        action = AnomalyAction(config.loss_spike)
-        found.append(StepDecision(action, AnomalyKind.LOSS_SPIKE, _said("loss", loss, usual)))
-    usual = spike(grad_norm, baseline.norms, ratio=config.grad_ratio, least=least)
-    if usual is not None:
-        action = AnomalyAction(config.grad_spike)
-        found.append(
-            StepDecision(action, AnomalyKind.GRAD_SPIKE, _said("gradient norm", grad_norm, usual))
-        )
+    usual_norm = spike(grad_norm, baseline.norms, ratio=config.grad_ratio, least=least)
+    found = []
+    for what, value, middle, action, kind in (
+        ("loss", loss, usual, config.loss_spike, AnomalyKind.LOSS_SPIKE),
+        ("gradient norm", grad_norm, usual_norm, config.grad_spike, AnomalyKind.GRAD_SPIKE),
+    ):
+        if middle is not None:
+            times = f"{value / middle:.3g} times " if middle > 0 else "not "
+            said = f"{what} {value:.6g} is {times}the median of the steps before, {middle:.6g}"
+            found.append(StepDecision(AnomalyAction(action), kind, said))
     severity = list(AnomalyAction)
     return max(
         (decision for decision in found if decision.action is not AnomalyAction.IGNORE),
         key=lambda decision: severity.index(decision.action),
         default=FINE,
     )
-
-
-def _said(what: str, value: float, usual: float) -> str:
-    times = f"{value / usual:.3g} times " if usual > 0 else "not "
-    return f"{what} {value:.6g} is {times}the median of the steps before, {usual:.6g}"
 
 
 def spike(

@@ -350,6 +350,5 @@ class TrainConfig:
 
 
 def _changed(section: ElasticSection | NetworkSection | NumbersSection) -> dict[str, Any]:
-    """Return the fields that do not have their default."""
     given = ((each, getattr(section, each.name)) for each in dataclasses.fields(section))
     return {each.name: value for each, value in given if value != each.default}

@@ -411,7 +411,6 @@ def _family_of(raw: dict[str, Any]) -> type[ModelShape]:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary fields of ModelShape."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ConfigError("HF021", "rope_scaling is not a JSON object")

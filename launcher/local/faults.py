@@ -280,15 +280,6 @@ def parse_chaos(text: str) -> Chaos:
     return chaos
 
 
-@dataclass(frozen=True, slots=True)
-class Stroke:
-    """One thing to be done now."""
-
-    node: str
-    kill: bool
-    """Kill it; else it returns."""
-
-
 class ChaosSchedule:
     """Says what to do when; the caller does it.
 
@@ -303,8 +294,8 @@ class ChaosSchedule:
         self._next_kill = now + self._gap()
         self._returns: list[tuple[float, str]] = []
 
-    def due(self, now: float, alive: Sequence[str]) -> list[Stroke]:
-        """Return what has become due by `now`; each is returned once.
+    def due(self, now: float, alive: Sequence[str]) -> list[tuple[FaultAction, str]]:
+        """Return (kill or return, node) of what has become due by `now`; each is returned once.
 
         Args:
             now: by the clock of the beginning.
@@ -313,12 +304,12 @@ class ChaosSchedule:
         strokes, up = [], sorted(alive)
         while self._returns and self._returns[0][0] <= now:
             _, node = heapq.heappop(self._returns)
-            strokes.append(Stroke(node, kill=False))
+            strokes.append((FaultAction.RETURN_NODE, node))
         while self._next_kill <= now:
             choice = self._random.random()  # drawn in any case: the times stay those of the seed
             if len(up) > 1:
                 node = up.pop(int(choice * len(up)))
-                strokes.append(Stroke(node, kill=True))
+                strokes.append((FaultAction.KILL_NODE, node))
                 if self._chaos.return_s is not None:
                     heapq.heappush(self._returns, (now + self._chaos.return_s, node))
             self._next_kill += self._gap()

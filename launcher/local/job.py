@@ -163,9 +163,10 @@ def prepare_resume(
     check_run_dir(directory)
     run_dirs.check_storage(directory)
     run_dirs.refuse_if_live(directory)
-    record = RunRecord(directory)
-    if any(_is_end(event) for event in record.poll()):
-        return None
+    for event in RunRecord(directory).poll():
+        done = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
+        if done or event.event == "trainer.finished":
+            return None
     prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     _check_data(rendered)
     check_checkpoint_dir(rendered)
@@ -181,11 +182,7 @@ def _prepared(
     faults: Sequence[str],
     chaos: str | None,
 ) -> PreparedRun:
-    """Return the attempt that the options ask for; nothing is made.
-
-    Raises:
-        UserError: HF632 torch is not here; too few nodes, a wrong fault.
-    """
+    """Return the attempt that the options ask for; nothing is made."""
     need("a run on this machine", "torch", extra="train")
     num_nodes = nodes or rendered.ladder.max_nodes
     if num_nodes > MAX_NODES:
@@ -206,12 +203,6 @@ def _prepared(
         ),
         chaos=None if chaos is None else parse_chaos(chaos),
     )
-
-
-def _is_end(event: Event) -> bool:
-    """Return whether `event` says that the run has done all there is to do."""
-    stopped = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
-    return stopped or event.event == "trainer.finished"
 
 
 def execute(prepared: PreparedRun, *, interrupts: Interrupts, view: View) -> AttemptResult:
@@ -300,11 +291,6 @@ def job_code(codes: Mapping[str, int], events: Sequence[Event]) -> int:
 
 
 def _check_data(config: TrainConfig) -> None:
-    """Check that the corpus and the tokenizer of an earlier run are still there.
-
-    Raises:
-        UserError: HF201 one is not.
-    """
     places = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
     if config.validation is not None:
         places["validation.path"] = config.validation.path

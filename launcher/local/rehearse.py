@@ -214,7 +214,6 @@ class Rehearsal:
     def _hold(
         self, name: str, words: Sequence[str], *, resume: bool = False, disk: bool = False
     ) -> _Ended:
-        """Run the job to its end below the folder."""
         run_dir = self.folder / name
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--json", "--quiet"]
         if resume:
@@ -375,7 +374,6 @@ def _machines(spec: JobSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _training(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a model and steps that take milliseconds."""
     if not isinstance(spec.shape, Plugin):  # of a user's class nobody knows what may shrink
         yield "model", _model(spec)
     yield "train.seq_len", _SEQ_LEN

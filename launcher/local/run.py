@@ -169,13 +169,12 @@ class LocalRun:
             if self.progress.state != "training":
                 return
             self._schedule = ChaosSchedule(self.chaos, self.mono())
-        for stroke in self._schedule.due(self.mono(), self.cluster.alive()):
-            action = FaultAction.KILL_NODE if stroke.kill else FaultAction.RETURN_NODE
-            index = list(self.cluster.nodes).index(stroke.node)
+        for action, node in self._schedule.due(self.mono(), self.cluster.alive()):
+            index = list(self.cluster.nodes).index(node)
             self._inject(Fault(action, index, self.progress.step))
 
     def _inject(self, fault: Fault) -> bool:
-        """Carry out one fault; return whether there was anything to do."""
+        """Return whether there was anything to do."""
         if fault.on_job:
             return self._inject_into_job(fault)
         node, pid = self._target(fault)

@@ -221,7 +221,6 @@ def _killed_for_lateness(events: Sequence[Event]) -> list[float]:
 
 
 def _exits(events: Sequence[Event], *signals: int) -> list[Event]:
-    """Return the ends of workers by one of `signals`."""
     return [e for e in events if e.event == "worker.exit" and e.fields["signal"] in signals]
 
 
@@ -253,12 +252,11 @@ def _crash_warning(found: Attempts) -> str:
 def _said(failing: Failing, stage: Rehearsed, found: Attempts) -> str:
     summary = found.summary
     if failing is Failing.PREEMPTION:
-        said = f"ended {stop_seconds(found.events):.1f} s after the signal, went on in a second job"
-        return (
-            f"{said}, without a save at the signal"
-            if _exits(found.events, signal.SIGKILL)
-            else said
-        )
+        asked = next(e.t_unix for e in found.events if e.event == "fault.injected")
+        ends = (e.t_unix for e in found.events if e.event == "run.ended")
+        stop_s = next(end for end in ends if end >= asked) - asked
+        unsaved = ", without a save at the signal" if _exits(found.events, signal.SIGKILL) else ""
+        return f"ended {stop_s:.1f} s after the signal, went on in a second job{unsaved}"
     if failing is Failing.SLOW:
         slow = next(event.fields for event in found.events if event.event == "worker.slow")
         return f"{slow['member']} named, {slow['ratio']:.1f} times its peers' time"
@@ -269,12 +267,6 @@ def _said(failing: Failing, stage: Rehearsed, found: Attempts) -> str:
     redone = summary["steps_redone"]
     steps = "" if redone is None else f", {counted(redone, 'step')} redone"
     return f"back after {seconds:.1f} s on {counted(len(summary['nodes_at_end']), 'node')}{steps}"
-
-
-def stop_seconds(events: Sequence[Event]) -> float:
-    """Return the time from the signal to the end of the first attempt."""
-    begun = next(e.t_unix for e in events if e.event == "fault.injected")
-    return next(e.t_unix for e in events if e.event == "run.ended" and e.t_unix >= begun) - begun
 
 
 def clocked(row: RowVerdict, clock: Clock, predicted_s: float, *, is_script: bool) -> RowVerdict:

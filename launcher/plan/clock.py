@@ -122,7 +122,10 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
     ]
     if misfits:
         offers = _fitting(spec, clock) if clock.lead_s <= MAX_LEAD_S else []
-        raise _misfit(spec, "slurm", misfits, _origin(spec, clock), offers)
+        names = ("save_s", "shutdown_s", "signal_lead_s")
+        computed = ", ".join(name for name in names if getattr(slurm, name) is None)
+        origin = f"computed: {computed}" if computed else "all as given"
+        raise _misfit(spec, "slurm", misfits, f"{clock}; {origin}", offers)
     return clock
 
 
@@ -138,12 +141,11 @@ def save_warnings(spec: JobSpec, ladder: Ladder) -> list[Problem]:
 
 
 def _rounded_up(seconds: float) -> int:
-    """Round up to ten seconds."""
+    """Round up to tens."""
     return math.ceil(seconds / 10) * 10
 
 
 def _ample_shutdown_s(save_s: float) -> int:
-    """Return a shut-down into which a save of `save_s` seconds fits well."""
     return _rounded_up(1.5 * save_s + 30)
 
 
@@ -195,13 +197,6 @@ def _fitting(spec: JobSpec, clock: Clock) -> list[Offer]:
         hours, minutes = divmod(math.ceil((lead_s + 60) / 60), 60)
         offer["slurm.time"] = f"{hours:02}:{minutes:02}:00"
     return [offer] if lead_s <= MAX_LEAD_S else []
-
-
-def _origin(spec: JobSpec, clock: Clock) -> str:
-    """Return the chain, and which of its times were predicted."""
-    names = ("save_s", "shutdown_s", "signal_lead_s")
-    computed = [name for name in names if getattr(spec.slurm, name) is None]
-    return f"{clock}; " + (f"computed: {', '.join(computed)}" if computed else "all as given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from elastic_trainer.plan.quantities import counted
 from launcher.plan.clock import save_warnings
 from launcher.plan.snapshots import Snapshots, snapshots
 from launcher.spec.errors import Problem
-from launcher.spec.memory import GIB
+from launcher.spec.gpu_memory import GIB
 from launcher.spec.rules import JobFacts, divisors, layout_findings, schedule_runs
 from launcher.spec.spec import JobSpec
 
@@ -60,7 +60,6 @@ def plan(spec: JobSpec) -> Plan:
 def _rungs(
     facts: JobFacts, top: ParallelLayout, min_nodes: int, sizes: Container[int]
 ) -> Iterator[Rung]:
-    """Yield the rungs from most nodes to fewest, the top one first."""
     reductions = _reductions(facts, top)
     current = next(reductions)
     for num_nodes in range(facts.nodes, min_nodes - 1, -1):
@@ -101,11 +100,11 @@ def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
         for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
-            smaller = _with(replica, axis, degree)
+            smaller = replace(replica, order=top.order, **{axis: degree})
             if smaller.world_size < last and _usable(facts, smaller):
                 yield smaller
                 last = smaller.world_size
-        replica = _with(replica, axis, 1)
+        replica = replace(replica, order=top.order, **{axis: 1})
 
 
 def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
@@ -119,11 +118,6 @@ def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
     if axis == "tp":
         return [d for d in degrees if facts.shape.num_kv_heads % d == 0]
     return list(degrees)
-
-
-def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
-    """Return `layout` with another degree along one axis."""
-    return ParallelLayout.from_dict({**layout.to_dict(), axis: degree})
 
 
 def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:

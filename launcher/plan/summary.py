@@ -14,8 +14,8 @@ from elastic_trainer.plan.models import Plugin
 from elastic_trainer.plan.quantities import counted, scaled
 from launcher.plan.search import Plan
 from launcher.plan.snapshots import snapshot_line
+from launcher.spec.gpu_memory import GIB
 from launcher.spec.hardware import device_memory_gib
-from launcher.spec.memory import GIB
 from launcher.spec.spec import JobSpec
 
 HEAD: Final = 8

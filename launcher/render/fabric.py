@@ -11,9 +11,13 @@ plug-in is there.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from launcher.spec.spec import JobSpec
+
+if TYPE_CHECKING:
+    from launcher.spec.kubernetes import Kubernetes
+    from launcher.spec.slurm import Slurm
 
 FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
 """Read by agents (elastic_trainer/agent/hardware.py)."""
@@ -27,17 +31,6 @@ class Variable(NamedTuple):
     why: str
     yields: bool = True
     """To what set-up, modules or nccl.conf say of it; not where a key of the job file names it."""
-
-
-class Fabric(NamedTuple):
-    """What a platform's section of the job file says of the network and the CPUs."""
-
-    name: str
-    """none, infiniband, efa or roce."""
-    devices: str | None
-    """Adapters to use."""
-    cpus: int | None
-    """CPUs of a node that are the job's."""
 
 
 _FABRICS: Final[dict[str, tuple[Variable, ...]]] = {
@@ -69,11 +62,13 @@ _GPU: Final = (
 )
 
 
-def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
-    """Return what to set before the agents start, in order."""
+def fabric_variables(
+    spec: JobSpec, section: Slurm | Kubernetes, cpus: int | None
+) -> list[Variable]:
+    """Return what to set before the agents start, in order; `cpus` of a node are the job's."""
     found = [Variable("PYTHONFAULTHANDLER", "1", "a crash shows its stack")]
-    if fabric.cpus is not None:
-        threads = max(1, fabric.cpus // spec.cluster.gpus_per_node)
+    if cpus is not None:
+        threads = max(1, cpus // spec.cluster.gpus_per_node)
         found.append(Variable("OMP_NUM_THREADS", str(threads), "a node's CPUs over its workers"))
     if spec.network.interface != "auto":
         # Both or none: gloo and NCCL on different networks meet nobody.
@@ -88,16 +83,11 @@ def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
         found.append(
             Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "FSDP2 and TP overlap on more queues")
         )
-    if fabric.name != "none":
+    if section.fabric != "none":
         why = "nodes without it do not start"
-        found.append(Variable(FABRIC_VARIABLE, fabric.name, why, yields=False))
-    for variable in _FABRICS[fabric.name]:
-        chosen = variable.name == "NCCL_IB_HCA" and fabric.devices is not None
-        own = variable._replace(value=str(fabric.devices), yields=False)
+        found.append(Variable(FABRIC_VARIABLE, section.fabric, why, yields=False))
+    for variable in _FABRICS[section.fabric]:
+        chosen = variable.name == "NCCL_IB_HCA" and section.fabric_devices is not None
+        own = variable._replace(value=str(section.fabric_devices), yields=False)
         found.append(own if chosen else variable)
     return found
-
-
-def job_variables(spec: JobSpec, fabric: Fabric) -> dict[str, str]:
-    """Return all that is set for agents and workers, name -> value; the job file's own win."""
-    return {each.name: each.value for each in fabric_variables(spec, fabric)} | spec.env.variables

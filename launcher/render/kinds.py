@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
 from launcher.plan.search import Plan
@@ -118,17 +118,16 @@ def _metadata(job: PodJob, name: str, annotations: dict[str, str] | None = None)
     return given(name=name, namespace=namespace, labels=job.labels, annotations=annotations)
 
 
+def _document(api_version: str, kind: str, metadata: Object, **fields: Any) -> Object:
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
+
+
 def _job_document(job: PodJob, body: Object) -> Object:
     """Return the job itself; `body` says in the place of its kind that its queue starts it."""
     head, queue = _metadata(job, job.name, job.annotations), job.spec.kubernetes.queue
     if queue is not None:
         head["labels"] = {**head["labels"], QUEUE_LABEL: queue}
-    return {
-        "apiVersion": API_VERSIONS[job.kind],
-        "kind": KINDS[job.kind],
-        "metadata": head,
-        "spec": body,
-    }
+    return _document(API_VERSIONS[job.kind], KINDS[job.kind], head, spec=body)
 
 
 def _config_map(job: PodJob, job_json: str) -> Object:
@@ -144,13 +143,8 @@ def _config_map(job: PodJob, job_json: str) -> Object:
             f"job.json has {size:,} bytes, a ConfigMap takes 1 MiB: raise elastic.min_nodes, so "
             "that there are fewer fallback layouts",
         )
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(job, config_map_name(job.name)),
-        "immutable": True,
-        "data": {"job.json": job_json},
-    }
+    head = _metadata(job, config_map_name(job.name))
+    return _document("v1", "ConfigMap", head, immutable=True, data={"job.json": job_json})
 
 
 def _register_objects(job: PodJob) -> list[Object]:
@@ -162,16 +156,15 @@ def _register_objects(job: PodJob) -> list[Object]:
     if not job.registers:
         return []
     wish, name, group = job.spec.kubernetes, own_account(job.name), "rbac.authorization.k8s.io"
-    board, account = (
-        {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, called, _KEEP)}
-        for kind, called in (("ConfigMap", board_name(job.name)), ("ServiceAccount", name))
-    )
+    head, version = _metadata(job, name, _KEEP), f"{group}/v1"
+    board = _document("v1", "ConfigMap", _metadata(job, board_name(job.name), _KEEP))
     rule = {
         "apiGroups": [""],
         "resources": ["configmaps"],
         "resourceNames": list(job.registers),
         "verbs": ["get", "update"],
     }
+    role = {"apiGroup": group, "kind": "Role", "name": name}
     subject = {
         "kind": "ServiceAccount",
         "name": wish.service_account or name,
@@ -179,20 +172,9 @@ def _register_objects(job: PodJob) -> list[Object]:
     }
     return [
         *([board] if wish.board == "kubernetes" else ()),
-        *([account] if wish.service_account is None else ()),
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "Role",
-            "metadata": _metadata(job, name, _KEEP),
-            "rules": [rule],
-        },
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": _metadata(job, name, _KEEP),
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-            "subjects": [subject],
-        },
+        *([_document("v1", "ServiceAccount", head)] if wish.service_account is None else ()),
+        _document(version, "Role", head, rules=[rule]),
+        _document(version, "RoleBinding", head, roleRef=role, subjects=[subject]),
     ]
 
 
@@ -204,16 +186,12 @@ def _disruption_budget(job: PodJob) -> Object:
     stay: for pods of other controllers than the built-in ones nothing else is allowed (disruption
     controller, getExpectedPodCount).
     """
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": _metadata(job, job.name),
-        "spec": {
-            "minAvailable": min(job.plan.ladder.min_nodes, job.num_pods - 1),
-            "selector": {"matchLabels": {RUN_LABEL: job.name}},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
+    budget = {
+        "minAvailable": min(job.plan.ladder.min_nodes, job.num_pods - 1),
+        "selector": {"matchLabels": {RUN_LABEL: job.name}},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
+    return _document("policy/v1", "PodDisruptionBudget", _metadata(job, job.name), spec=budget)
 
 
 # -- PyTorchJob -----------------------------------------------------------------------------------
@@ -259,7 +237,6 @@ def _pytorchjob(job: PodJob) -> list[Object]:
 
 
 def _suspended(job: PodJob) -> bool | None:
-    """Return True for a job that its queue starts, else None."""
     return None if job.spec.kubernetes.queue is None else True
 
 
@@ -278,7 +255,6 @@ def _jobset(job: PodJob) -> list[Object]:
 
 
 def _jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> Object:
-    """Return the spec of a JobSet, whose Job has `labels` too."""
     return given(
         failurePolicy={"maxRestarts": 0},
         replicatedJobs=[
@@ -334,17 +310,13 @@ def _on_codes(job: PodJob, action: str, *codes: int) -> Object:
 
 
 def _trainjob(job: PodJob) -> list[Object]:
-    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
-    body = given(runtimeRef=runtime, suspend=_suspended(job))
-    return [_runtime(job), _job_document(job, body)]
-
-
-def _runtime(job: PodJob) -> Object:
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    body = given(runtimeRef=reference, suspend=_suspended(job))
     head = _metadata(job, job.name)
     head["labels"] = {**head["labels"], "trainer.kubeflow.org/framework": "torch"}
     # On the Job whose number of pods is the number of nodes; its container is called node.
     ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    body: Object = {
+    template: Object = {
         "mlPolicy": {"numNodes": job.num_pods},
         "template": {
             "metadata": {"labels": job.child_labels},  # the JobSet's own
@@ -353,13 +325,9 @@ def _runtime(job: PodJob) -> Object:
     }
     if job.spec.kubernetes.gang:
         timeout = max(1, round(job.spec.elastic.join_timeout_s))
-        body["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": timeout}}
-    return {
-        "apiVersion": API_VERSIONS[job.kind],
-        "kind": "TrainingRuntime",
-        "metadata": head,
-        "spec": body,
-    }
+        template["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": timeout}}
+    runtime = _document(API_VERSIONS[job.kind], "TrainingRuntime", head, spec=template)
+    return [runtime, _job_document(job, body)]
 
 
 _DOCUMENTS: Final[dict[str, Callable[[PodJob], list[Object]]]] = {

@@ -129,9 +129,7 @@ def pod_job(
         *_missing(spec, image),
         *_off_volumes(spec, base_dir=base_dir),
         *_secrets(spec),
-        *_gang(spec, kind),
-        *_domain(spec),
-        *_fleet(spec),
+        *_unfit(spec, kind),
     ]
     shm = wish.shm or _shm(spec, plan)
     problems += _tight(spec, shm)
@@ -205,7 +203,6 @@ def _missing(spec: JobSpec, image: str | None) -> Iterator[Problem]:
 
 
 def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
-    """Yield the paths of the job that are nowhere in its pods."""
     wish = spec.kubernetes
     kept = [wish.mount, *(volume.mount for volume in wish.volumes.values())]
     paths: list[tuple[str, str, bool]] = []
@@ -244,16 +241,13 @@ def _secrets(spec: JobSpec) -> Iterator[Problem]:
             yield spec.problem("HF723", f"env.secrets.{name}", message)
 
 
-def _gang(spec: JobSpec, kind: str) -> Iterator[Problem]:
+def _unfit(spec: JobSpec, kind: str) -> Iterator[Problem]:
     if spec.kubernetes.gang and kind == "jobset":
         message = (
             "a JobSet has no gang scheduling of its own: use kubernetes.queue (Kueue starts all "
             "pods or none), or render to pytorchjob or trainjob"
         )
         yield spec.problem("HF724", "kubernetes.gang", message)
-
-
-def _domain(spec: JobSpec) -> Iterator[Problem]:
     domain = spec.elastic.failure_domain
     if domain is not None and is_levels(domain):
         message = (
@@ -262,9 +256,6 @@ def _domain(spec: JobSpec) -> Iterator[Problem]:
             f"{NO_DOMAIN}"
         )
         yield spec.problem("HF727", "elastic.failure_domain", message)
-
-
-def _fleet(spec: JobSpec) -> Iterator[Problem]:
     try:
         if (spec.cluster.fleet or "").startswith(KUBERNETES):
             parse_address(str(spec.cluster.fleet))

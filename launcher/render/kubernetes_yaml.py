@@ -21,10 +21,7 @@ _FLOW: Final = 100
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every value out, texts in a style that keeps them texts.
-
-    Lists and mappings that fit are on one line, as people write `env` and `volumeMounts`.
-    """
+    """Writes every value out, texts in a style that keeps them texts."""
 
     def serialize(self, node: yaml.Node) -> None:
         """Write one document, never as a whole on one line."""
@@ -32,20 +29,11 @@ class _Dumper(yaml.SafeDumper):
             node.flow_style = False
         super().serialize(node)
 
-    def represent_sequence(
-        self, tag: str, sequence: Iterable[Any], flow_style: bool | None = None
-    ) -> yaml.SequenceNode:
-        """Return the node of a list."""
-        node = super().represent_sequence(tag, sequence, flow_style)
-        node.flow_style = _width(node) <= _FLOW
-        return node
-
-    def represent_mapping(
-        self, tag: str, mapping: Any, flow_style: bool | None = None
-    ) -> yaml.MappingNode:
-        """Return the node of a mapping."""
-        node = super().represent_mapping(tag, mapping, flow_style)
-        node.flow_style = _width(node) <= _FLOW
+    def represent_data(self, data: Any) -> yaml.Node:
+        """Return the node of a value; lists and mappings that fit are on one line."""
+        node: yaml.Node = super().represent_data(data)
+        if isinstance(node, yaml.CollectionNode):
+            node.flow_style = _width(node) <= _FLOW
         return node
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from elastic_trainer.plan.config import NO_DOMAIN
-from launcher.render.fabric import Fabric, job_variables
+from launcher.render.fabric import fabric_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
@@ -194,8 +194,8 @@ def _environment(job: PodJob) -> list[Object]:
     if job.venv is not None:
         values["VIRTUAL_ENV"] = job.venv
     cpus = None if wish.cpus is None else int(cpu_count(wish.cpus))
-    fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=cpus)
-    values |= job_variables(spec, fabric)
+    values |= {each.name: each.value for each in fabric_variables(spec, wish, cpus)}
+    values |= spec.env.variables
     found += [{"name": name, "value": escape(value)} for name, value in values.items()]
     for name, secret in spec.env.secrets.items():
         assert secret.kubernetes is not None, "pod_job has checked it"

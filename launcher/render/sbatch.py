@@ -16,7 +16,7 @@ from typing import Any, Final
 from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.plan.clock import Clock, clock_chain
 from launcher.plan.search import Plan
-from launcher.render.fabric import Fabric, Variable, fabric_variables
+from launcher.render.fabric import Variable, fabric_variables
 from launcher.render.local import Bundle, checkpoint_dir, render_local, resolve
 from launcher.render.shell import (
     Quoted,
@@ -140,7 +140,6 @@ def _error(spec: JobSpec, code: str, key: str, message: str) -> UserError:
 
 
 def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array: str) -> Bundle:
-    """Return one script, and what each task needs in the folder of its index."""
     bundle = {SCRIPT: _script(*next(iter(tasks.values())), places, array=array)}
     for index, (spec, plan) in tasks.items():
         inner = render_local(
@@ -181,9 +180,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
     interpreter = slurm.python or (f"{venv}/bin/python" if venv else places.python)
     clock = clock_chain(spec, plan.ladder)
-    automatic = fabric_variables(
-        spec, Fabric(name=slurm.fabric, devices=slurm.fabric_devices, cpus=slurm.cpus)
-    )
+    automatic = fabric_variables(spec, slurm, slurm.cpus)
     return {
         "name": spec.name,
         "nodes": f"{plan.ladder.max_nodes:,}",
@@ -263,8 +260,8 @@ def step_log(run: str, *, array: bool) -> Quoted:
 def _sbatch_sections(
     spec: JobSpec, plan: Plan, clock: Clock, *, run: str, run_id: str, array: str | None
 ) -> list[tuple[str, list[Quoted]]]:
-    """Return the #SBATCH lines, by what they are for."""
     slurm = spec.slurm
+    extra = (text.removeprefix("--").partition("=") for text in slurm.extra)
     logs = f"{file_pattern(run)}/logs/slurm-" + ("%j" if array is None else "%A_%a") + ".out"
     requeue = "requeue" if slurm.restart == "requeue" else "no-requeue"
     return [
@@ -312,7 +309,7 @@ def _sbatch_sections(
                     ("mail-user", slurm.mail_user),
                     ("mail-type", slurm.mail_type),
                 ),
-                *(_extra(text) for text in slurm.extra),
+                *(sbatch_option(name, value if equals else None) for name, equals, value in extra),
             ],
         ),
     ]
@@ -338,13 +335,7 @@ def _resources(spec: JobSpec, plan: Plan, *, run_id: str) -> list[Quoted]:
 
 
 def _options(*pairs: tuple[str, object]) -> list[Quoted]:
-    """Return an option for each value there is."""
     return [sbatch_option(name, value) for name, value in pairs if value is not None]
-
-
-def _extra(text: str) -> Quoted:
-    name, equals, value = text.removeprefix("--").partition("=")
-    return sbatch_option(name, value if equals else None)
 
 
 def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, Any]:

@@ -174,7 +174,6 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
 
 
 def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
-    """Yield what keeps the layers' products from float8; HF132 has their dimensions."""
     train, gpu = spec.train, spec.cluster.gpu
     if not train.float8 or spec.command is not None:
         return
@@ -246,7 +245,6 @@ def _env(spec: JobSpec) -> Iterator[BrokenRule]:
 
 
 def _slurm(spec: JobSpec) -> Iterator[BrokenRule]:
-    """What contradicts itself in `slurm:`, whatever the job is run on."""
     slurm = spec.slurm
     for key, other, message in _EXCLUSIVE:
         if None not in (getattr(slurm, key), getattr(slurm, other)):
@@ -280,7 +278,6 @@ def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[BrokenRule]:
 
 
 def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
-    """What contradicts itself in `kubernetes:`, whatever the job is run on."""
     wish, pods = spec.kubernetes, spec.cluster.nodes + spec.cluster.spares
     if wish.restart_limit is not None and wish.restart_limit < pods:
         message = (

@@ -25,6 +25,9 @@ class Accelerator(NamedTuple):
     """Generation of its 16 lanes to the host; NVLink-C2C of GB200 and GB300 is faster."""
     float8: bool = True
     """Multiplies matrices of float8, at twice the rate of bf16. Ampere and CDNA2 do not."""
+    max_per_node: int | None = 8
+    """Devices of the largest machine: HGX boards of 8, of A100 two; a tray of an NVL72 rack;
+    platforms of 8 OAM modules. None: cards have no such limit."""
 
     @property
     def host_gbps(self) -> float:
@@ -33,32 +36,22 @@ class Accelerator(NamedTuple):
 
 
 GPUS: Final[dict[str, Accelerator]] = {
-    "A100-40GB-SXM": Accelerator(312, 40, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-SXM": Accelerator(312, 80, 8, 200, 271.2, pcie=4, float8=False),
-    "A100-80GB-PCIe": Accelerator(312, 80, 2, 200, 252.9, pcie=4, float8=False),
+    "A100-40GB-SXM": Accelerator(312, 40, 8, 200, 271.2, pcie=4, float8=False, max_per_node=16),
+    "A100-80GB-SXM": Accelerator(312, 80, 8, 200, 271.2, pcie=4, float8=False, max_per_node=16),
+    "A100-80GB-PCIe": Accelerator(312, 80, 2, 200, 252.9, pcie=4, float8=False, max_per_node=None),
     "A800-80GB-SXM": Accelerator(312, 80, 8, 200, None, pcie=4, float8=False),
     "H100-80GB-SXM": Accelerator(989, 80, 8, 400, 794.5),
-    "H100-80GB-PCIe": Accelerator(756, 80, 2, 400, None),
-    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 8, 400, None),
+    "H100-80GB-PCIe": Accelerator(756, 80, 2, 400, None, max_per_node=None),
+    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 8, 400, None, max_per_node=None),
     "H200-141GB-SXM": Accelerator(989, 141, 8, 400, 794.5),
     "B200": Accelerator(2250, 180, 8, 400, 1745.0),
-    "GB200": Accelerator(2500, 186, 72, 400, 1822.0),
+    "GB200": Accelerator(2500, 186, 72, 400, 1822.0, max_per_node=4),
     "B300": Accelerator(2250, 288, 8, 800, 1769.0),
-    "GB300": Accelerator(2500, 288, 72, 800, None),
-    "MI250X": Accelerator(383, 128, 8, 200, None, pcie=4, float8=False),
+    "GB300": Accelerator(2500, 288, 72, 800, None, max_per_node=4),
+    "MI250X": Accelerator(383, 128, 8, 200, None, pcie=4, float8=False, max_per_node=16),
     "MI300X": Accelerator(1307, 192, 8, 400, 668.4),
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
-
-MAX_PER_NODE: Final[dict[str, int]] = {
-    **dict.fromkeys(("A100-40GB-SXM", "A100-80GB-SXM"), 16),
-    **dict.fromkeys(("A800-80GB-SXM", "H100-80GB-SXM", "H200-141GB-SXM", "B200", "B300"), 8),
-    **dict.fromkeys(("GB200", "GB300"), 4),
-    "MI250X": 16,
-    "MI300X": 8,
-}
-"""Devices of the largest machine: HGX boards of 8, of A100 two; a tray of an NVL72 rack; platforms
-of 8 OAM modules. Cards have no such limit."""
 
 CPU: Final = "cpu"
 """The emulated cluster: workers on processors, over gloo."""

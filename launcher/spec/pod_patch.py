@@ -94,12 +94,8 @@ def _merged(base: Any, patch: Any, field: str) -> Any:
         base = []
     if field == _ADDED:
         return [*base, *(row for row in patch if row not in base)]
-    if isinstance(patch, list) and field in _MERGE_KEYS:
-        return _merged_rows(base, patch, field)
-    return patch
-
-
-def _merged_rows(base: list[Any], patch: list[Any], field: str) -> list[Any]:
+    if not isinstance(patch, list) or field not in _MERGE_KEYS:
+        return patch
     key = _MERGE_KEYS[field]
     rows = {row[key]: row for row in base}
     for row in patch:

@@ -18,6 +18,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -389,14 +390,11 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
 
 def _drop(data: Any, path: Sequence[str | int]) -> None:
     """Remove what lies at `path`; a bad list item takes the whole list with it."""
-    for index, part in enumerate(path):
-        last = index == len(path) - 1 or isinstance(path[index + 1], int)
-        if not isinstance(data, dict) or part not in data:
-            return
-        if last:
-            data.pop(part)
-            return
-        data = data[part]
+    *outer, last = takewhile(lambda part: isinstance(part, str), path)
+    for part in outer:
+        data = data.get(part) if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        data.pop(last, None)
 
 
 def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.plan.quantities import counted
-from launcher.spec.hardware import GPUS, MAX_PER_NODE
+from launcher.spec.hardware import GPUS
 from launcher.spec.rules import BrokenRule, finding
 
 if TYPE_CHECKING:
@@ -57,13 +57,9 @@ def models_in(text: str) -> set[str]:
     return set(_MODELS.findall(text.lower()))
 
 
-def _num_machines(spec: JobSpec) -> int:
-    return spec.cluster.nodes + spec.cluster.spares
-
-
 def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
     cluster = spec.cluster
-    most = MAX_PER_NODE.get(cluster.gpu)
+    most = GPUS[cluster.gpu].max_per_node if cluster.gpu in GPUS else None
     if most is not None and cluster.gpus_per_node > most:
         nodes = math.ceil(cluster.nodes * cluster.gpus_per_node / most)
         yield finding(
@@ -87,7 +83,8 @@ def _cluster(spec: JobSpec) -> Iterator[BrokenRule]:
 def _network(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield addresses that no other node reaches, and ranges without a port for each listener."""
     network = spec.network
-    if spec.device != "cpu" and _num_machines(spec) > 1:  # emulated nodes share one machine
+    # Emulated nodes share one machine.
+    if spec.device != "cpu" and spec.cluster.nodes + spec.cluster.spares > 1:
         own = "is the loopback of each node: none would reach another"
         if network.interface == "lo":
             yield finding("HF128", "network.interface", f"lo {own}", "cluster", use=["auto"])
@@ -128,7 +125,7 @@ def _checkpoints(spec: JobSpec) -> Iterator[BrokenRule]:
         return
     code = "HF178"
     message = f"{here} is the node's own: lost with it, and where the job is started elsewhere"
-    if _num_machines(spec) > 1:
+    if spec.cluster.nodes + spec.cluster.spares > 1:
         code = "HF127"
         message = (
             f"{here} is each node's own: a checkpoint must be where all nodes can read it, as in "
@@ -240,7 +237,9 @@ def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
     from launcher.spec.kubernetes import cpu_count
 
     wish, cluster = spec.kubernetes, spec.cluster
-    if wish.image is not None and _unfixed(wish.image):
+    name = (wish.image or "").rpartition("/")[2]
+    is_fixed = "@" in name or name.partition(":")[2] not in ("", "latest")
+    if wish.image is not None and not is_fixed:
         message = (
             f"{wish.image} may be another image for a node that comes later; name a version or a "
             "digest, as :1.0 or @sha256:..."
@@ -260,11 +259,6 @@ def _kubernetes(spec: JobSpec) -> Iterator[BrokenRule]:
         yield from _few_cpus(spec, "kubernetes.cpus", float(cpu_count(wish.cpus)), ample)
     yield from _gpu_resource(spec)
     yield from _rdma(spec)
-
-
-def _unfixed(image: str) -> bool:
-    name = image.rpartition("/")[2]
-    return "@" not in name and name.partition(":")[2] in ("", "latest")
 
 
 def _gpu_resource(spec: JobSpec) -> Iterator[BrokenRule]:

@@ -16,7 +16,7 @@ from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer
-from launcher.spec.memory import GIB, RankBytes, Workload, fullest_rank
+from launcher.spec.gpu_memory import GIB, RankBytes, Workload, fullest_rank
 
 MOST_OFFERS: Final = 4
 """Values that a message lists of one key."""
@@ -120,7 +120,6 @@ _RANKS: Final = (
     "layout.tp", "layout.cp", "layout.pp", "cluster.nodes", "cluster.gpus_per_node"
 )  # fmt: skip
 """Keys that dp follows from."""
-Rule = Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]]
 
 
 def finding(
@@ -233,12 +232,10 @@ def crosses_nodes(facts: JobFacts, layout: ParallelLayout) -> bool:
 
 
 def _halves(cp: int) -> int:
-    """Return into how many zigzag halves the sequence is split."""
     return 2 * cp if cp > 1 else 1
 
 
 def _near_seq_len(facts: JobFacts, layout: ParallelLayout) -> int:
-    """Return the length nearest to the job's that divides as the layout wants it."""
     unit = math.lcm(layout.tp * layout.cp, _halves(layout.cp))
     return max(unit, round(facts.seq_len / unit) * unit)
 
@@ -397,7 +394,7 @@ def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
     return rounds >= pp and (schedule != "interleaved" or rounds % pp == 0)
 
 
-RULES: Final[tuple[Rule, ...]] = (
+RULES: Final[tuple[Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]], ...]] = (
     tp_divides,
     tp_stays_inside,
     sequence_divides,
@@ -469,7 +466,7 @@ def _that_fit(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
 
 
 def _larger(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
-    """Yield degrees on the same GPUs that fit, the smallest replica first."""
+    """Yield what fits on the same GPUs, the smallest replica first."""
     shape = facts.shape
     degrees = sorted(
         product(

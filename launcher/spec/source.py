@@ -332,7 +332,6 @@ class _Builder:
         return out, end
 
     def _skip(self) -> None:
-        """Pass over one value."""
         depth = 0
         while True:
             event = self.events[self.next]
@@ -344,10 +343,9 @@ class _Builder:
 
     def _scalar(self, event: Any, path: Path) -> Any:
         text, tag = str(event.value), event.tag
-        if tag in (None, "!"):
-            kind = _kind(text) if event.implicit[0] and tag is None else "str"
-        else:
-            kind = tag.removeprefix(_TAG)
+        kind = "str" if tag in (None, "!") else tag.removeprefix(_TAG)
+        if event.implicit[0] and tag is None:
+            kind = next((each for each, form in _KINDS.items() if form.fullmatch(text)), "str")
         if kind in ("str", "timestamp"):
             return text
         self._refuse_tag(event, path, "int", "float", "bool", "null")
@@ -374,18 +372,12 @@ def _shown(text: str, path: Path) -> str:
     return MASK if any(leaks(text, path)) else text
 
 
-def _kind(text: str) -> str:
-    """Return what a text without quotes is."""
-    return next((kind for kind, form in _KINDS.items() if form.fullmatch(text)), "str")
-
-
 def _int(text: str) -> int:
     """Return a YAML 1.2 integer; Python's own limit on digits raises ValueError."""
     return int(text.replace("_", ""), 0 if text.lstrip("+-")[:2].lower() in ("0x", "0o") else 10)
 
 
 def _float(text: str) -> float:
-    """Return a YAML 1.2 float, `.inf` and `.nan` included."""
     return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 

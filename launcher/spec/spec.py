@@ -313,7 +313,6 @@ def job_schema() -> dict[str, Any]:
 
 
 def _or_empty(field: dict[str, Any]) -> dict[str, Any]:
-    """Allow a section to have no content."""
     about = {name: value for name, value in field.items() if name in {"title", "description"}}
     kinds = field.get("oneOf") or [{k: v for k, v in field.items() if k not in about}]
     return {**about, "anyOf": [*kinds, {"type": "null"}]}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.local.faults import Chaos, ChaosSchedule, parse_chaos
+from launcher.local.faults import Chaos, ChaosSchedule, FaultAction, parse_chaos
 from launcher.spec.errors import UserError
 
 NODES = ["node0", "node1", "node2", "node3"]
@@ -37,10 +37,11 @@ def play(schedule, *, until_s, tick_s):
     """Carry out what a schedule says; return (time, node, kill) in order."""
     alive, done = set(NODES), []
     for tick in range(int(until_s / tick_s)):
-        for stroke in schedule.due(tick * tick_s, sorted(alive)):
-            (alive.remove if stroke.kill else alive.add)(stroke.node)
+        for action, node in schedule.due(tick * tick_s, sorted(alive)):
+            kill = action is FaultAction.KILL_NODE
+            (alive.remove if kill else alive.add)(node)
             assert alive
-            done.append((tick * tick_s, stroke.node, stroke.kill))
+            done.append((tick * tick_s, node, kill))
     return done
 
 

@@ -12,8 +12,8 @@ from elastic_trainer.plan.models import PRESETS, ModelShape
 from launcher.plan.search import plan
 from launcher.plan.summary import summary_lines
 from launcher.spec.errors import UserError
+from launcher.spec.gpu_memory import GIB, HOLDFAST, StackTraits, Workload, fullest_rank, rank_bytes
 from launcher.spec.hardware import GPUS, device_memory_gib
-from launcher.spec.memory import GIB, HOLDFAST, StackTraits, Workload, fullest_rank, rank_bytes
 from launcher.spec.reading import parse_spec
 
 LLAMA = PRESETS["llama3-8b"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.render.fabric import Fabric, fabric_variables
+from launcher.render.fabric import fabric_variables
 from launcher.spec.kubernetes import quantity_bytes
 
 
@@ -87,9 +87,10 @@ def test_quantities_are_those_of_kubernetes(text, size):
 
 
 def test_the_fabric_is_the_platforms_own(make_spec):
-    spec = make_spec("slurm.fabric=efa")
-    fabric = Fabric(name="infiniband", devices="mlx5_3", cpus=32)
-    found = {each.name: each.value for each in fabric_variables(spec, fabric)}
+    spec = make_spec(
+        "slurm.fabric=efa", "kubernetes.fabric=infiniband", "kubernetes.fabric_devices=mlx5_3"
+    )
+    found = {each.name: each.value for each in fabric_variables(spec, spec.kubernetes, 32)}
     assert found["NCCL_IB_HCA"] == "mlx5_3"
     assert found["OMP_NUM_THREADS"] == "4"
     assert "FI_PROVIDER" not in found

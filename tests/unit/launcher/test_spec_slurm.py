@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan.search import plan
-from launcher.render.fabric import Fabric, fabric_variables
+from launcher.render.fabric import fabric_variables
 from launcher.render.sbatch import render_slurm, render_sweep
 from launcher.spec.reading import parse_spec
 from launcher.spec.requests import request_findings
@@ -156,8 +156,7 @@ def test_what_the_script_exports_wins_over_an_image(make_spec, runtime, told):
 
 
 def variables(spec):
-    fabric = Fabric(name=spec.slurm.fabric, devices=spec.slurm.fabric_devices, cpus=None)
-    return {variable.name: variable.value for variable in fabric_variables(spec, fabric)}
+    return {each.name: each.value for each in fabric_variables(spec, spec.slurm, None)}
 
 
 def test_fabrics_are_for_gpus(make_spec):
