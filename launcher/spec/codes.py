@@ -23,14 +23,20 @@ _TABLE: Final = {
     "HF004": ("The job file is empty.", "Start from examples/tiny-cpu.yaml."),
     "HF005": ("The job file is not a mapping of sections.", "Write `name: ...` and so on."),
     "HF006": ("A duplicate key.", "Keep one of the two."),
-    "HF007": ("YAML tags, merge keys or several documents.", "Write the values out."),
+    "HF007": (
+        "A YAML feature that job files do not have (tags, merge keys, several documents).",
+        "Write the values out.",
+    ),
     "HF008": ("A --set that cannot be applied.", "Write --set section.key=value."),
     # Keys and values.
     "HF010": ("An unknown key.", "Use the nearest known one; `holdfast schema` lists all."),
     "HF011": ("A required key is missing.", "Add it."),
     "HF012": ("A value of the wrong type.", "Use the type named."),
     "HF013": ("A number out of range.", "Use one within the range."),
-    "HF014": ("Not one of the choices.", "Use one of them; `holdfast schema` lists all."),
+    "HF014": (
+        "A value that is not one of the choices.",
+        "Use one of them; `holdfast schema` lists all.",
+    ),
     "HF015": ("A string of the wrong form.", "Use the form shown."),
     "HF016": ("Two keys contradict each other.", "Keep one of them."),
     # The model.
@@ -82,7 +88,10 @@ _TABLE: Final = {
         "More GPUs per node than machines with this GPU have.",
         "Use more nodes of fewer GPUs.",
     ),
-    "HF127": ("Checkpoints in one node's folder.", "Use a folder on storage that all nodes share."),
+    "HF127": (
+        "Checkpoints in a folder of one node.",
+        "Use a folder on storage that all nodes share.",
+    ),
     "HF128": ("An address that other nodes cannot reach.", "Use another interface, or auto."),
     "HF129": ("Too few ports for an agent.", "Use a wider range, as 29400-29499."),
     "HF130": ("train.compile of a model with experts.", "Use train.compile: false."),
@@ -123,7 +132,10 @@ _TABLE: Final = {
     "HF170": ("A learning rate far above what AdamW bears.", "Lower lr."),
     "HF171": ("A comma list with blanks, or in one text.", "Write it as the message shows."),
     "HF172": ("More spares than nodes that train.", "Lower cluster.spares."),
-    "HF173": ("No fabric: NCCL may fall back to TCP.", "Set fabric, or NCCL_NET in env.variables."),
+    "HF173": (
+        "No fabric is named for several nodes: NCCL may fall back to TCP.",
+        "Set fabric, or NCCL_NET in env.variables.",
+    ),
     "HF174": (
         "kubernetes.fabric and kubernetes.rdma do not go together.",
         "Give both, with the resource that the cluster's device plugin has, or none.",
@@ -142,7 +154,10 @@ _TABLE: Final = {
     # The cluster, asked before a job is submitted: what it waits for.
     "HF180": ("The partition is down: the job waits.", "Use another, or wait."),
     "HF181": ("A quota has no room for all pods.", "Ask for less, or end other jobs."),
-    "HF182": ("Nodes lack room for all pods.", "Ask for less, unless nodes are added on demand."),
+    "HF182": (
+        "The cluster's nodes have no room for all pods.",
+        "Ask for less, unless nodes are added on demand.",
+    ),
     "HF183": ("A policy refuses a pod of the job.", "Fix what it names."),
     "HF184": ("A pull secret of the image does not exist.", "Create it, or fix the name."),
     "HF185": ("A claim that one node can mount.", "Use one that is ReadWriteMany."),
@@ -158,7 +173,10 @@ _TABLE: Final = {
     "HF190": ("train.float8 without train.compile is slow.", "Set train.compile: true."),
     "HF187": ("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
-    "HF160": ("Save, shut-down, signal and limit do not fit together.", "Use the numbers named."),
+    "HF160": (
+        "Save, shut-down, signal and time limit do not fit together.",
+        "Use the numbers named.",
+    ),
     "HF161": ("The cluster's Slurm is too old for an option.", "State slurm.version."),
     "HF162": ("An option of sbatch that slurm.extra cannot give.", "Use its own key."),
     "HF163": ("A secret in the job file.", "Name a file or a variable in env.secrets."),
@@ -166,7 +184,10 @@ _TABLE: Final = {
     "HF165": ("An environment variable that cannot be set.", "Leave it out."),
     "HF166": ("A path that scripts and manifests cannot carry.", "Use another place."),
     "HF167": ("A failure domain that Slurm does not know.", "Count levels: 1, 2."),
-    "HF168": ("slurm.gres or gpu_type contradicts the cluster.", "Ask for the same GPUs in both."),
+    "HF168": (
+        "slurm.gres or slurm.gpu_type asks for other GPUs than the cluster section.",
+        "Ask for the same GPUs in both.",
+    ),
     "HF169": ("A batch script or a PyTorchJob that cannot be wrapped.", "Change the line named."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": ("A path does not exist.", "Create it, or fix the path."),
@@ -195,10 +216,16 @@ _TABLE: Final = {
     "HF322": ("The target of an export or import cannot be written.", "Make room, or move."),
     "HF323": ("A file of the model cannot be read or is missing.", "Put it there."),
     "HF324": ("A file of the model is damaged.", "Download it again; compare its sha256."),
-    "HF325": ("The files' tensors are not the config's.", "Use the config that belongs to them."),
+    "HF325": (
+        "The files' tensors are not those of the config.",
+        "Use the config that belongs to them.",
+    ),
     "HF326": ("A tensor of an unsupported dtype.", "Convert to F32, BF16 or F16."),
     "HF327": ("The checkpoint is of another model.", "Use the dimensions of its run."),
-    "HF328": ("A plug-in has no Hugging Face form.", "Give its class hf_config and hf_names."),
+    "HF328": (
+        "A plug-in says nothing of its Hugging Face form.",
+        "Give its class hf_config and hf_names.",
+    ),
     # A job's own model (`model.plugin`), on the nodes.
     "HF330": ("The plug-in cannot be imported.", "Fix the module, or model.plugin."),
     "HF331": ("The plug-in is no decoder as the trainer needs it.", "See docs/models.md."),
@@ -249,19 +276,28 @@ _TABLE: Final = {
     "HF530": ("holdfast.start() without a process group.", "Call init_process_group() first."),
     "HF531": ("A script's state could not be kept.", "See checkpoint.failed in the events."),
     "HF532": ("Plain parameters differ between ranks.", "Seed ranks alike, or use DTensors."),
-    "HF533": ("Kept state is missing or does not fit.", "Give restore what was given before."),
+    "HF533": (
+        "An object's kept state is missing or does not fit.",
+        "Give restore what was given before.",
+    ),
     "HF534": ("A script's state dict cannot be kept.", "Keep plain values that do not grow."),
     "HF535": ("The batch cannot be kept on fewer ranks.", "Accumulate more, or fix the nodes."),
     "HF536": (
         "A framework is set up in a way that its integration does not cover.",
         "Use what the message names, or the framework's checkpoints.",
     ),
-    "HF537": ("Trainings overlap, or differ between ranks.", "Finish one, then start the next."),
+    "HF537": (
+        "A script's trainings overlap, or differ between ranks.",
+        "Finish one, then start the next.",
+    ),
     "HF538": (
         "It cannot be told which training of the run a script begins.",
         "Begin the same trainings in the same order, with the same names.",
     ),
-    "HF539": ("A step after a training was finished.", "Loop while not run.finished."),
+    "HF539": (
+        "A step after the end of a training that was finished.",
+        "Loop while not run.finished.",
+    ),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": ("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),
     "HF602": ("A --fault with a wrong target.", "Use a node or rank of the run."),
@@ -295,14 +331,20 @@ _TABLE: Final = {
     "HF651": ("An ambiguous run name.", "Name one of the runs listed."),
     "HF652": ("The platform refuses the job; nothing was submitted.", "Fix what it names."),
     # Slurm, asked before a job is submitted: what sbatch takes and Slurm never starts.
-    "HF680": ("The partition gives fewer nodes.", "Use the number named, or another partition."),
+    "HF680": (
+        "The partition does not give a job so many nodes.",
+        "Use the number named, or another partition.",
+    ),
     "HF681": (
         "Too few nodes of the partition have what the job asks of each.",
         "Ask for what the message shows, or use another partition.",
     ),
     "HF682": ("A time limit longer than the partition's.", "Shorten slurm.time."),
     "HF683": ("An account or QOS that is not the user's.", "Use one of those listed."),
-    "HF684": ("A limit of the account or QOS is below what the job asks for.", "Ask for less."),
+    "HF684": (
+        "A limit of the account or QOS is below what the job alone asks for.",
+        "Ask for less.",
+    ),
     # Kubernetes: reaching a cluster, what it refuses.
     "HF750": ("No usable kubeconfig.", "Provide one, or set KUBECONFIG."),
     "HF751": ("The kubeconfig has no such context.", "Use one of those listed."),
@@ -316,9 +358,15 @@ _TABLE: Final = {
     "HF759": ("The pods' storage cannot be reached.", "Fix what the message names."),
     "HF760": ("An object that the job names does not exist.", "Create it, or fix the name."),
     # The fleet.
-    "HF690": ("Cannot read or write the fleet's ledger.", "Grant the permission, or name another."),
+    "HF690": (
+        "The fleet's ledger cannot be read or written.",
+        "Grant the permission, or name another.",
+    ),
     "HF691": ("The platform has no such machine or rack.", "Use one of those listed."),
-    "HF692": ("The machine has not passed its check.", "Repair it, or release it with --force."),
+    "HF692": (
+        "The machine's check has not passed: it stays out.",
+        "Repair it, or release it with --force.",
+    ),
     "HF693": ("The platform cannot do this to machines.", "Use what the message names."),
     "HF694": ("There is no such runbook.", "See `holdfast runbook --list`."),
     "HF695": ("The file of targets cannot be written.", "Name another by --targets."),
@@ -368,7 +416,10 @@ _TABLE: Final = {
     "HF725": ("A pod's memory is no more than its /dev/shm.", "Raise kubernetes.memory."),
     "HF726": ("job.json is too long for a ConfigMap.", "Raise elastic.min_nodes."),
     "HF727": ("A failure domain that pods do not know.", "Name a label of nodes."),
-    "HF728": ("kubernetes.gpu_resource is not of cluster.gpu's vendor.", "Use the GPU's own."),
+    "HF728": (
+        "kubernetes.gpu_resource is of another vendor than cluster.gpu.",
+        "Use the GPU's own.",
+    ),
     "HF736": ("Fewer restarts than pods.", "Raise kubernetes.restart_limit."),
     "HF737": ("A field of pods that pod_patch cannot set.", "Use its own key."),
 }
