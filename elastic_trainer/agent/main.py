@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     never answers must not hold the node.
     """
     _import_torch()
-    from elastic_trainer.agent.command.flags import OptionsError
-    from elastic_trainer.agent.command.options import parse
+    from elastic_trainer.agent.flags import OptionsError
+    from elastic_trainer.agent.options import parse
     from elastic_trainer.agent.hardware import FabricError
     from elastic_trainer.agent.node import die_of_a_thread, run
     from elastic_trainer.board.open_board import BoardPlaceError

@@ -20,8 +20,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import SIGNALS, OptionsError, signals
-from elastic_trainer.agent.command.options import Options
+from elastic_trainer.agent.flags import SIGNALS, OptionsError, signals
+from elastic_trainer.agent.options import Options
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.hardware import (
     ask,

@@ -18,7 +18,7 @@ from typing import IO
 
 from torch.distributed.elastic.multiprocessing import Std
 
-from elastic_trainer.agent.command.flags import Streams
+from elastic_trainer.agent.flags import Streams
 
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import Std
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import Streams
+from elastic_trainer.agent.flags import Streams
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     StopAsked,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import Std
 
-from elastic_trainer.agent.command.flags import Streams
+from elastic_trainer.agent.flags import Streams
 from elastic_trainer.agent.workers.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
 
 ALL = Streams(console=Std.ALL)

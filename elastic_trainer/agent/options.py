@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.command.flags import (
+from elastic_trainer.agent.flags import (
     CONF_TEXTS,
     CONF_UNUSED,
     FROM_SCRATCH,
