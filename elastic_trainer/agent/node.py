@@ -21,7 +21,6 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.flags import SIGNALS, OptionsError, signals
-from elastic_trainer.agent.options import Options
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.hardware import (
     ask,
@@ -36,6 +35,7 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
+from elastic_trainer.agent.options import Options
 from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, parse_ports, with_links

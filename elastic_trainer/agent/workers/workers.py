@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ from elastic_trainer.agent.membership.tasks import (
 )
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
+from elastic_trainer.storage.files import read_json
 from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.worker.worker_answers import forget_answers
 
@@ -317,7 +317,6 @@ class Workers:
         )
 
     def _exited(self, local_rank: int, worker: _Local, status: int) -> None:
-        record = _read_record(worker.launch.error_file)
         killed = status == -int(signal.SIGKILL)
         tail = ""
         if killed and self._oom_kills() > self._epoch.oom_kills:
@@ -331,7 +330,7 @@ class Workers:
                 pid=worker.pid,
                 code=status if status >= 0 else None,
                 signal=-status if status < 0 else None,
-                record=record,
+                record=read_json(worker.launch.error_file) or None,  # torn by its end
                 error_file=worker.launch.error_file,
                 log=worker.launch.error_log or worker.launch.log,
                 log_tail=tail,
@@ -356,14 +355,6 @@ class Workers:
         # A zygote that is gone took its workers along; `_read` will find out.
         with contextlib.suppress(ZygoteDiedError):
             self._zygote.send(op="kill")
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or torn by the worker's end
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _read_tail(worker: _Local) -> str:
