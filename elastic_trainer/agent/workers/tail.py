@@ -76,21 +76,11 @@ class LogTail:
 
 
 @dataclass(slots=True)
-class FoundSteps:
-    """Steps found in a worker's logs."""
-
-    step: int = 0
-    changes: int = 0
-    """How often the step has changed: a sign of progress each."""
-    first: int = 0
-    """The first step above 0."""
-
-
-@dataclass(slots=True)
 class _Tailed:
     number: int
     logs: list[LogTail]
-    found: dict[int, FoundSteps] = field(default_factory=dict)
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """See `LogFollower.steps`."""
 
 
 class LogFollower:
@@ -129,14 +119,13 @@ class LogFollower:
             self._thread.start()
 
     def steps(self, epoch: int) -> dict[int, tuple[int, int, int]]:
-        """Return local rank -> (step, changes, first step above 0) in the logs of `epoch`."""
+        """Return local rank -> (step, changes, first step above 0) in the logs of `epoch`.
+
+        A change of the step is a sign of progress.
+        """
         with self._changed:
-            found = self._epochs[-1] if self._epochs else None
-            if found is None or found.number != epoch:
-                return {}
-            return {
-                rank: (each.step, each.changes, each.first) for rank, each in found.found.items()
-            }
+            newest = self._epochs[-1] if self._epochs else None
+            return dict(newest.found) if newest is not None and newest.number == epoch else {}
 
     def shows(self, local_rank: int, std: Std) -> bool:
         """Return whether the console has a stream of a worker."""
@@ -157,7 +146,8 @@ class LogFollower:
         while True:
             with self._changed:
                 closed, epochs = self._closed, list(self._epochs)
-            if any([self._read(epoch) for epoch in epochs]):
+            more = [self._read(epoch) for epoch in epochs]
+            if any(more):
                 continue
             for epoch in epochs if closed else epochs[:-1]:
                 self._finish(epoch)
@@ -206,10 +196,10 @@ class LogFollower:
         if step < 0:
             return
         with self._changed:
-            found = epoch.found.setdefault(local_rank, FoundSteps())
-            found.first = found.first or next((each for each in steps if each > 0), 0)
-            if found.changes == 0 or step != found.step:
-                found.step, found.changes = step, found.changes + 1
+            before, changes, first = epoch.found.get(local_rank, (0, 0, 0))
+            first = first or next((each for each in steps if each > 0), 0)
+            changes += changes == 0 or step != before
+            epoch.found[local_rank] = step, changes, first
 
     def _show(self, log: LogTail, text: str) -> None:
         """Write to the console, with a prefix before every line where it is asked for."""
