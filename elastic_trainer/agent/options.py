@@ -39,7 +39,7 @@ from elastic_trainer.agent.flags import (
 )
 from elastic_trainer.agent.membership.lease import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
+from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.plan.command import Command, explain, literal, split_command, unknown_names
 from elastic_trainer.plan.config import (
     NO_DOMAIN,
@@ -87,12 +87,11 @@ class Options:
     run_dir: Path | None
     """None outside a rendered run: workers then get no HOLDFAST_RUN_DIR."""
     record_dir: Path
-    """Where `events/` are."""
+    """What all agents see: events, and by default the board and the run's secret."""
     log_root: Path
     """Where the workers' logs are, by attempt and node."""
-    board_dir: Path
     board: str | None = None
-    """Address of the board; None: files in `board_dir`."""
+    """Address of the board; None: files in `record_dir`."""
     local_addr: str | None
     workers: int
     ladder: Ladder
@@ -101,7 +100,7 @@ class Options:
     readmit: bool = False
     """Come back although the job has excluded this node."""
     secret_file: Path | None = None
-    """Has the run's secret; None: it is in `shared_dir`."""
+    """Has the run's secret; None: it is in `record_dir`."""
     failure_domain: str = ""
     """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
@@ -141,16 +140,6 @@ class Options:
     """Folder that was made for this job alone, and goes after a good end."""
     code: CodeSection | None = None
     """The frozen copy that workers run; None: none was made."""
-
-    @property
-    def shared_dir(self) -> Path:
-        """What all agents of the run see: the board and the secret are in it by default."""
-        return self.board_dir.parent
-
-    @property
-    def only_data_is_shared(self) -> bool:
-        """Whether neither board nor secret are files in `shared_dir`."""
-        return self.secret_file is not None and self.board not in (None, FILE)
 
 
 def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
@@ -193,7 +182,6 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_dir=run_dir,
         record_dir=run_dir,
         log_root=run_dir / "logs",
-        board_dir=run_dir / "board",
         workers=config.gpus_per_node,
         accelerators=config.device == "cuda",
         event_log_handler=event_log_handler(
@@ -247,7 +235,6 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_dir=None,
         record_dir=record,
         log_root=Path(args.log_dir).resolve() / run_id if args.log_dir else record / "logs",
-        board_dir=record / "board",
         workers=workers,
         ladder=Ladder.data_parallel(max_nodes=high, min_nodes=low, workers=workers),
         task=task,
