@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -63,6 +63,7 @@ from elastic_trainer.agent.membership.tasks import (
     ZygoteLost,
 )
 from elastic_trainer.agent.metrics import NodeMetrics
+from elastic_trainer.agent.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.stop_signals import (
     AGAIN_S,
     LEAVE,
@@ -84,7 +85,6 @@ from elastic_trainer.agent.workers.group import (
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog
@@ -336,7 +336,7 @@ class HoldfastAgent(ElasticAgent):
                 case WorkerStarted():
                     self._on_started(happening)
                 case StandbyReady():
-                    self._reporter.standby(happening)
+                    self._log.emit("standby.ready", **asdict(happening))
                 case WorkerExited():
                     self._on_exit(happening)
                 case ZygoteLost():
@@ -350,7 +350,8 @@ class HoldfastAgent(ElasticAgent):
         epoch = self._epoch
         if epoch is None:
             return
-        self._reporter.started(started)
+        fields = asdict(started)
+        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
         worker = self._group.workers[started.local_rank]
         worker.id = started.pid
         self._telemetry.started(worker)
@@ -407,7 +408,6 @@ class HoldfastAgent(ElasticAgent):
         self._ended(epoch)
 
     def _ended(self, epoch: Running) -> None:
-        """Report that all workers of the epoch have ended well here."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._scripts.ended(finished=epoch.finished)

@@ -34,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.excepthook = die_of_a_thread
     try:
         code = run(parse(argv, os.environ))
-    except FabricError as error:
+    except (OptionsError, FabricError, SecretError, BoardPlaceError, StorageError) as error:
         sys.stderr.write(f"holdfast agent: error: {error}\n")
-        code = error.exit_code
-    except (OptionsError, SecretError, BoardPlaceError, StorageError) as error:
-        sys.stderr.write(f"holdfast agent: error: {error}\n")
-        code = EXIT_DO_NOT_RESTART
+        code = error.exit_code if isinstance(error, FabricError) else EXIT_DO_NOT_RESTART
     except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
         traceback.print_exc()
         code = 1
@@ -61,7 +58,3 @@ def _import_torch() -> None:
         importlib.import_module("elastic_trainer.agent.node")
     gc.freeze()
     gc.enable()
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from elastic_trainer.agent.membership.notices import Member
-from elastic_trainer.agent.workers.settings import STATES, NodeStatus
+from elastic_trainer.agent.settings import STATES, NodeStatus
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.storage.files import write_atomic
 from elastic_trainer.storage.typed import parse_json

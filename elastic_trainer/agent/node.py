@@ -38,6 +38,7 @@ from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.options import Options
 from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, parse_ports, with_links
 from elastic_trainer.agent.wire.network import listen
@@ -45,7 +46,6 @@ from elastic_trainer.agent.workers.environment import Scratch, base_environment
 from elastic_trainer.agent.workers.group import forward_error_file
 from elastic_trainer.agent.workers.reporter import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
@@ -241,7 +241,6 @@ def _network(options: Options) -> tuple[str, range]:
 
 
 def _environment(options: Options, address: str) -> dict[str, str]:
-    """Return what the zygote and all workers find in their environment."""
     env = base_environment(
         os.environ,
         workers=options.workers,

@@ -170,7 +170,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
     task = _task(args, pattern, env) if args.training_script else _job_task(args, config, pattern)
-    shared = _of_both(args, env, config.elastic.failure_domain)
+    shared = _shared_fields(args, env, config.elastic.failure_domain)
     if not shared["named_job"]:
         # One made up here would differ from the other nodes'.
         raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
@@ -226,7 +226,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
             raise unfit("--max-restarts", args.max_restarts, "0 or more")
         elastic["max_restarts"] = args.max_restarts
     elastic[FROM_SCRATCH] = conf.get(FROM_SCRATCH) == "true"
-    shared = _of_both(args, env)
+    shared = _shared_fields(args, env)
     return Options(
         **shared,
         run_id=run_id,
@@ -274,10 +274,9 @@ def failure_domain(env: Mapping[str, str], wish: str | None) -> str:
     return ".".join(env.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-levels])
 
 
-def _of_both(
+def _shared_fields(
     args: argparse.Namespace, env: Mapping[str, str], domain: str | None = None
 ) -> dict[str, Any]:
-    """Return the fields that are read alike with --run-dir and without."""
     return {
         "node": args.node,
         "host": args.host or args.node,
@@ -311,7 +310,6 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
 
 
 def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None) -> Task:
-    """Return what job.json says to run."""
     if config.command is None:
         return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=str(Path.cwd()))
     try:

@@ -15,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
 from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import Launch
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.wire.addresses import interface_of
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
 

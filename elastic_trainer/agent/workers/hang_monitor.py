@@ -8,7 +8,7 @@ from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
 from elastic_trainer.agent.hangs.stacks import gather_fronts, held_s, state_of
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
-from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.heartbeat import Section

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -21,10 +20,10 @@ from elastic_trainer.agent.membership.notices import (
     NodesAwaited,
     WorkersFailed,
 )
-from elastic_trainer.agent.membership.tasks import StandbyReady, WorkerExited, WorkerStarted
+from elastic_trainer.agent.membership.tasks import WorkerExited
+from elastic_trainer.agent.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
-from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.event_log import EventLog
@@ -239,15 +238,6 @@ class Reporter:
             action=failure.action if failure else None,
             detail=failure.detail if failure else detail,
         )
-
-    def started(self, started: WorkerStarted) -> None:
-        """Put the start of a worker on record."""
-        fields = dataclasses.asdict(started)
-        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
-
-    def standby(self, ready: StandbyReady) -> None:
-        """Put on record that a process waits for the next epoch."""
-        self._log.emit("standby.ready", **dataclasses.asdict(ready))
 
     def phase(self, phase: str, begin: float) -> None:
         """Put a phase of a recovery on record: from `begin` until now."""

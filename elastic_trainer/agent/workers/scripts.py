@@ -311,12 +311,12 @@ class Scripts:
         stop = self._stop
         if stop is None or self.take_requests(workers):
             return  # they leave at a step that they agree on
-        for local_rank, pid in workers.pids().items():
+        for local_rank, process in workers.processes().items():
             if local_rank not in stop.signalled:
                 stop.signalled.add(local_rank)
                 self._log.emit(
                     "worker.signalled",
-                    pid=pid,
+                    pid=process.pid,
                     local_rank=local_rank,
                     request="stop" if Request.STOP in stop.request else "growth",
                     signal=stop.number.name,

@@ -100,11 +100,6 @@ class Workers:
         return self._zygote.fileno()
 
     @property
-    def zygote_pid(self) -> int:
-        """Process id of the zygote."""
-        return self._zygote.pid
-
-    @property
     def alive(self) -> int:
         """How many workers were launched and are not known to have ended."""
         return len(self._epoch.workers)
@@ -121,22 +116,16 @@ class Workers:
                 Heartbeat(launch.heartbeat, create=True),
                 size_of(launch.error_log or launch.log),
             )
-            self._unsent.append(
-                {
-                    "op": "start",
-                    "epoch": epoch,
-                    "local_rank": launch.local_rank,
-                    "kind": self.task.kind,
-                    "target": self.task.target,
-                    "args": list(self.task.args if launch.args is None else launch.args),
-                    "fresh": self.task.fresh,
-                    "cwd": self.task.cwd,
-                    "env": dict(launch.env),
-                    "log": str(launch.log),
-                    "error_log": str(launch.error_log) if launch.error_log else None,
-                    "count_steps": self.task.count_steps,
-                    "cpus": launch.cpus,
-                }
+            self._ask(
+                "start",
+                launch,
+                launch.env,
+                epoch=epoch,
+                args=list(self.task.args if launch.args is None else launch.args),
+                fresh=self.task.fresh,
+                log=str(launch.log),
+                error_log=str(launch.error_log) if launch.error_log else None,
+                count_steps=self.task.count_steps,
             )
         self._flush()
 
@@ -148,19 +137,20 @@ class Workers:
         if self.task.fresh or self.task.kind == "command":
             return  # these start by exec
         for worker in self._epoch.workers.values():
-            launch = worker.launch
-            self._unsent.append(
-                {
-                    "op": "standby",
-                    "local_rank": launch.local_rank,
-                    "kind": self.task.kind,
-                    "target": self.task.target,
-                    "env": {**launch.env, **env},
-                    "cwd": self.task.cwd,
-                    "cpus": launch.cpus,
-                }
-            )
+            self._ask("standby", worker.launch, {**worker.launch.env, **env})
         self._flush()
+
+    def _ask(self, op: str, launch: Launch, env: Mapping[str, str], **more: Any) -> None:
+        request = {
+            "op": op,
+            "local_rank": launch.local_rank,
+            "kind": self.task.kind,
+            "target": self.task.target,
+            "env": dict(env),
+            "cwd": self.task.cwd,
+            "cpus": launch.cpus,
+        }
+        self._unsent.append(request | more)
 
     def poll(self, timeout_s: float = 0.0) -> list[Happening]:
         """Return what has happened, maybe nothing; wait up to `timeout_s` for the zygote's word."""
@@ -171,10 +161,6 @@ class Workers:
     def beats(self) -> dict[int, Beat]:
         """Return local rank -> newest reading, of the workers that run."""
         return {rank: worker.heartbeat.read() for rank, worker in self._epoch.workers.items()}
-
-    def pids(self) -> dict[int, int]:
-        """Return local rank -> process id, of the workers that have started."""
-        return {rank: worker.pid for rank, worker in self._epoch.workers.items() if worker.pid}
 
     def send(self, local_rank: int, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to one worker, or to all that it started; nothing when it has ended."""

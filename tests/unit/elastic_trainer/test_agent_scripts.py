@@ -24,9 +24,9 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import Launch, Task
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.event_log import EventLog

@@ -17,12 +17,6 @@ from elastic_trainer.plan.ladder import Ladder
 class MembershipHandler(Protocol):
     """What the agent needs of the rendezvous handler in its WorkerSpec (`HoldfastRendezvous`)."""
 
-    def get_backend(self) -> str:
-        """Return the name of the backend."""
-
-    def get_run_id(self) -> str:
-        """Return the id of the run."""
-
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
 
@@ -64,14 +58,13 @@ class AgentConfig:
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     devices: tuple[str, ...] = ()
-    """By local rank: what CUDA_VISIBLE_DEVICES is for a worker, whose LOCAL_RANK is 0 then; none:
-    workers see all."""
+    """By local rank, see `Options`."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
     stop_signals: Collection[str] = STOPS
     """Names of those that ask for a stop, passed on to scripts that take no requests."""
     named_job: str | None = None
-    """Id of this submission; None: it has none that a second start would not have."""
+    """Id of this submission, see `Options`."""
     if_done: str | None = None
     """What a start does whose job is done already: "ok": ends with 0, "error": with 93; None: "ok"
     for an agent of the same submission, which comes late or was started again."""
