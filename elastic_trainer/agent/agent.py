@@ -318,7 +318,7 @@ class HoldfastAgent(ElasticAgent):
         assign_ranks(self._group, formed, me)
         self._failures, self._succeeded = {}, []
         self._telemetry.formed(formed.epoch)
-        if make_again(config.scratch, config.snapshots):
+        if make_again(config.scratch):
             self._reporter.say(
                 f"{config.scratch} was removed, as logind (RemoveIPC) or a cleaner does; it is "
                 "made again, and what this node kept in memory comes from another node or storage"

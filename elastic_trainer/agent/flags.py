@@ -378,16 +378,6 @@ def static_store(args: argparse.Namespace, max_nodes: int) -> tuple[str, int] | 
     return None
 
 
-def unused_place(args: argparse.Namespace) -> list[str]:
-    """Return notes on --master-addr and --master-port where there is no static store."""
-    return [
-        f"{flag(name)} is not used: each epoch has a store on a node that lives; see "
-        f"{name.upper()} in the workers"
-        for name in ("master_addr", "master_port")
-        if getattr(args, name) is not None
-    ]
-
-
 def flag(name: str) -> str:
     """Return how an option of torchrun's is written."""
     return f"--{name.replace('_', '-')}"
@@ -403,9 +393,8 @@ def streams(args: argparse.Namespace, workers: int) -> dict[int, Streams]:
     tees = _std_map("--tee", args.tee, workers)
     shown = _ranks(args.local_ranks_filter, workers)
     found = {}
-    for local_rank in range(workers):
-        redirect, tee = redirects[local_rank], tees[local_rank]
-        console = (Std.ALL & ~redirect) | tee if local_rank in shown else Std.NONE
+    for local_rank, tee in tees.items():
+        console = (Std.ALL & ~redirects[local_rank]) | tee if local_rank in shown else Std.NONE
         found[local_rank] = Streams(console=console, prefix=tee)
     return found
 

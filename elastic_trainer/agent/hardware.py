@@ -230,19 +230,20 @@ def chosen(port: Port, wanted: str) -> bool:
     names = wanted.removeprefix("^")
     if not names.removeprefix("="):
         return True
-    exact = names.startswith("=")
-
-    def is_meant(name: str, number: str) -> bool:
-        same = port.device == name if exact else port.device.startswith(name)
-        return same and number in ("", str(port.number))
-
+    is_same = port.device.__eq__ if names.startswith("=") else port.device.startswith
     listed = (item.partition(":")[::2] for item in names.removeprefix("=").split(",") if item)
-    return any(is_meant(*item) for item in listed) != wanted.startswith("^")
+    is_listed = any(is_same(name) and number in ("", str(port.number)) for name, number in listed)
+    return is_listed != wanted.startswith("^")
 
 
 def ports(root: Path) -> list[Port]:
     """Return the ports of this machine's RDMA adapters, as /sys/class/infiniband shows them."""
-    opened = _openable(root)
+    # Those that this process may open: sysfs shows a container all of the machine's.
+    opened = {
+        _text(folder / "ibdev")
+        for folder in _children(root / "sys/class/infiniband_verbs")
+        if os.access(root / "dev/infiniband" / folder.name, os.R_OK | os.W_OK)
+    }
     return [
         Port(
             device=adapter.name,
@@ -256,15 +257,6 @@ def ports(root: Path) -> list[Port]:
         for port in sorted(_children(adapter / "ports"))
         if port.name.isdecimal()
     ]
-
-
-def _openable(root: Path) -> set[str]:
-    """Return the adapters whose device this process may open: sysfs shows a container them all."""
-    return {
-        _text(folder / "ibdev")
-        for folder in _children(root / "sys/class/infiniband_verbs")
-        if os.access(root / "dev/infiniband" / folder.name, os.R_OK | os.W_OK)
-    }
 
 
 def _children(folder: Path) -> Iterable[Path]:

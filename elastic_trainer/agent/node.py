@@ -387,7 +387,6 @@ def _agent_config(
         gpus=found,
         cpus=bound or tuple(None if cpus is None else cpu_list(cpus) for cpus in near),
         scratch=scratch.path,
-        snapshots=scratch.snapshots,
         secret_dir=secret_dir,
         log_dir=options.log_root / options.attempt / options.node,
         stacks_dir=options.record_dir / "stacks",

@@ -32,7 +32,6 @@ from elastic_trainer.agent.flags import (
     static_store,
     streams,
     unfit,
-    unused_place,
     unused_variables,
     virtual_devices,
     workers_per_node,
@@ -209,7 +208,12 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     unused = [key for key in conf if key in CONF_UNUSED]
     notes += [f"{key} of --rdzv-conf is not used: {CONF_UNUSED[key]}" for key in unused]
     if (store := static_store(args, high)) is None:
-        notes += unused_place(args)
+        notes += [
+            f"{flag(name)} is not used: each epoch has a store on a node that lives; see "
+            f"{name.upper()} in the workers"
+            for name in ("master_addr", "master_port")
+            if getattr(args, name) is not None
+        ]
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
     task = _task(args, pattern, env)
     endpoint, run_id = _meeting(args, high)

@@ -39,13 +39,11 @@ class AgentConfig:
     cpus: tuple[str | None, ...] = ()
     """By local rank: CPUs that the worker runs on, as 0-3,8; None or no entry: all."""
     scratch: Path
-    """Directory in memory, for heartbeats and error files."""
+    """Directory in memory, for heartbeats, error files and snapshots, see `Scratch`."""
     log_dir: Path
     """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
-    snapshots: Path | None = None
-    """Directory in memory for the workers' snapshots; None when none are kept."""
-    secret_dir: Path | None = None
-    """Has the run's secret, for workers whose snapshots are kept."""
+    secret_dir: Path
+    """Has the run's secret."""
     stacks_dir: Path
     """`stacks`: hung workers' go to a folder for each epoch in it."""
     hang_ceiling_s: float

@@ -86,8 +86,7 @@ _MILLI_BITS = 20
 ) = range(14)
 _TOTALS = 16
 _GAPS = _TOTALS + 16
-_WORDS = _GAPS + len(StepPart) * BUCKETS
-_SIZE = 8 * _WORDS
+_SIZE = 8 * (_GAPS + len(StepPart) * BUCKETS)
 
 
 class Request(enum.IntFlag):

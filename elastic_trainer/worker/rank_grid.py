@@ -38,11 +38,11 @@ class _Unconnected(dist.ProcessGroup):
         return UNCONNECTED
 
 
-def _unconnected(_store: dist.Store, rank: int, size: int, _timeout: timedelta) -> _Unconnected:
-    return _Unconnected(rank, size)
-
-
-dist.Backend.register_backend(UNCONNECTED, _unconnected, devices=["cpu", "cuda"])
+dist.Backend.register_backend(
+    UNCONNECTED,
+    lambda _store, rank, size, _timeout: _Unconnected(rank, size),
+    devices=["cpu", "cuda"],
+)
 
 
 def init_unconnected(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -163,14 +163,11 @@ class RankGrid:
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda _: 0)
         for stride, length, group in self._axes:
-            held = _pass_on(held, group, partial(self._at, stride=stride, length=length))
+            # The place along the axis of the receiver, or of the rank that it is paired with.
+            held = _pass_on(held, group, lambda to, s=stride, n=length: to % self._inside // s % n)
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda to: to // self._inside)
         return {sender: raw for sender, _, raw in sorted(held)}
-
-    def _at(self, rank: int, *, stride: int, length: int) -> int:
-        """Return the place along an axis of `rank`, or of the one it is paired with."""
-        return rank % self._inside // stride % length
 
 
 def shared_grid(use: str, timeout: timedelta) -> RankGrid:

@@ -140,6 +140,7 @@ class Bench:
             me=me,
             workers=self.num_workers,
             scratch=scratch,
+            secret_dir=self.tmp_path,
             log_dir=self.tmp_path / "logs" / "0" / me.node,
             stacks_dir=self.tmp_path / "stacks",
             hang_ceiling_s=60.0,

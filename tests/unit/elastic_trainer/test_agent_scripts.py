@@ -432,7 +432,7 @@ def run(
     **record: Any,
 ) -> list[Event]:
     """Run one agent until the played coordinator stops the job; return its events."""
-    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "snapshots").mkdir(parents=True)
     waker = Waker()
     log = EventLog(tmp_path, "agent", node="n1")
     membership = a.ScriptedMembership(waker, play)
@@ -442,6 +442,7 @@ def run(
             me=a.ME,
             workers=2,
             scratch=tmp_path / "scratch",
+            secret_dir=tmp_path,
             log_dir=tmp_path / "logs",
             stacks_dir=tmp_path / "stacks",
             hang_ceiling_s=30.0,
