@@ -74,7 +74,7 @@ from elastic_trainer.agent.stop_signals import (
     StopSignals,
     Waker,
 )
-from elastic_trainer.agent.workers.environment import launches_of, make_again, next_rung
+from elastic_trainer.agent.workers.environment import launches_of, make_again
 from elastic_trainer.agent.workers.group import (
     JobResult,
     Telemetry,
@@ -398,14 +398,13 @@ class HoldfastAgent(ElasticAgent):
         return len(self._succeeded) + len(self._failures) == self._config.workers
 
     def _on_good_end(self, epoch: Running, exited: WorkerExited) -> None:
-        if not self._scripts.finished(exited):
-            epoch.finished = False
+        epoch.finished = epoch.finished and self._scripts.finished(exited)
         if not self._all_seen or epoch.failed:
             return
         if epoch.held is not None:
             self._fail(epoch, epoch.held)
-            return
-        self._ended(epoch)
+        else:
+            self._ended(epoch)
 
     def _ended(self, epoch: Running) -> None:
         self._now_running(epoch)
@@ -579,7 +578,8 @@ class HoldfastAgent(ElasticAgent):
         self._telemetry.running()
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
         if (ladder := self._config.standbys_for) is not None:  # not before: it would slow the start
-            rung = next_rung(epoch.formed, ladder)
+            left = len(epoch.formed.members) + len(epoch.formed.spares) - 1  # should one be lost
+            rung = ladder.rung_for(left) or epoch.formed.rung
             self._workers.stand_by({"HOLDFAST_RUNG": json.dumps(rung.to_dict())})
 
     def _serve_signals(self) -> None:

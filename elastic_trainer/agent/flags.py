@@ -391,7 +391,11 @@ def streams(args: argparse.Namespace, workers: int) -> dict[int, Streams]:
     """
     redirects = _std_map("--redirects", args.redirects, workers)
     tees = _std_map("--tee", args.tee, workers)
-    shown = _ranks(args.local_ranks_filter, workers)
+    shown = set(range(workers))
+    if text := args.local_ranks_filter:
+        if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+            raise unfit("--local-ranks-filter", text, "local ranks, as 0,1")
+        shown = {int(part) for part in text.split(",")}
     found = {}
     for local_rank, tee in tees.items():
         console = (Std.ALL & ~redirects[local_rank]) | tee if local_rank in shown else Std.NONE
@@ -406,14 +410,6 @@ def _std_map(option: str, text: str | None, workers: int) -> dict[int, Std]:
         known = "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"
         raise unfit(option, text, f"{known}, or these by local rank, as 0:3,1:1") from None
     return found
-
-
-def _ranks(text: str | None, workers: int) -> set[int]:
-    if not text:
-        return set(range(workers))
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
-        raise unfit("--local-ranks-filter", text, "local ranks, as 0,1")
-    return {int(part) for part in text.split(",")}
 
 
 def node_range(text: str) -> tuple[int, int]:

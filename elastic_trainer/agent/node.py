@@ -75,23 +75,21 @@ RECORD = {"board", "events", "logs", "secret", "stacks"}
 
 
 def run(options: Options) -> int:
-    """Run the agent until the job stops, see `_run`; a temporary record goes if all was well."""
-    code = EXIT_FAILED
+    """Run the agent until the job stops, see `_run`.
+
+    A temporary folder is removed where it has nothing that anybody may want, and else named.
+    """
+    code, record = EXIT_FAILED, options.record_dir
     try:
         code = _run(options)
     finally:
         if options.temporary is not None:
-            _tidy(options.temporary, options.record_dir, ended_well=code == EXIT_DONE)
+            found = {path.name for path in record.glob("*")}
+            if not found or (code == EXIT_DONE and found <= RECORD):
+                shutil.rmtree(options.temporary, ignore_errors=True)
+            else:
+                sys.stderr.write(f"holdfast agent: the record of this job stays in {record}\n")
     return code
-
-
-def _tidy(folder: Path, record: Path, *, ended_well: bool) -> None:
-    """Remove a job's temporary folder where it has nothing that anybody may want, or name it."""
-    found = {path.name for path in record.glob("*")}
-    if not found or (ended_well and found <= RECORD):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        sys.stderr.write(f"holdfast agent: the record of this job stays in {record}\n")
 
 
 def _run(options: Options) -> int:

@@ -17,7 +17,6 @@ from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import Launch
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.wire.addresses import interface_of
-from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, so no disk can stall a heartbeat
@@ -173,12 +172,6 @@ def _launch(
         error_file=error_file,
         cpus=dict(enumerate(config.cpus)).get(worker.local_rank),
     )
-
-
-def next_rung(formed: EpochFormed, ladder: Ladder) -> Rung:
-    """Return the rung of the epoch that follows should one node be lost."""
-    left = len(formed.members) + len(formed.spares) - 1
-    return ladder.rung_for(left) or formed.rung
 
 
 def _write_peers(formed: EpochFormed, scratch: Path) -> Path:

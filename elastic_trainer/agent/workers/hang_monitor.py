@@ -100,20 +100,16 @@ class HangMonitor:
             return None
         self._paced = now
         beats = {s.local_rank: s.beat for s in self._progress if s.beat.section is Section.STEP}
-        before, self._paces = (
-            self._paces,
-            {
-                local: (beats[local].step, pace.totals_s)
-                for local, pace in self._workers.paces().items()
-                if local in beats
-            },
-        )
+        before = self._paces
+        self._paces = {
+            local: (beats[local].step, pace.totals_s)
+            for local, pace in self._workers.paces().items()
+            if local in beats
+        }
         ranks = []
         for local, target in self._workers.processes().items():
-            (step, totals), (old_step, old) = (
-                self._paces.get(local, _NONE),
-                before.get(local, _NONE),
-            )
+            step, totals = self._paces.get(local, _NONE)
+            old_step, old = before.get(local, _NONE)
             if old and totals and step > old_step:
                 own = tuple((totals[p] - old[p]) / (step - old_step) for p in OWN_PARTS)
                 ranks.append(RankPace(rank=target.rank, lane=beats[local].lane, own_s=own))
@@ -137,12 +133,9 @@ class HangMonitor:
 
     def overdue(self) -> WorkerProgress | None:
         """Return the worker that no coordinator has acted upon though it is past its ceiling."""
-        over = [
-            progress
-            for progress in self._progress
-            if progress.idle_s > progress.ceiling_s + self._config.unattributed_s
-        ]
-        return max(over, key=lambda progress: progress.idle_s, default=None)
+        patience_s = self._config.unattributed_s
+        over = [each for each in self._progress if each.idle_s > each.ceiling_s + patience_s]
+        return max(over, key=lambda each: each.idle_s, default=None)
 
     def seen(self, epoch: int, *, stalled: bool, committed: int | None) -> WorkersSeen:
         """Return the report of what `look` saw last; waits FRONTS_S at most for the workers.

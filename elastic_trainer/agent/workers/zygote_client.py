@@ -66,16 +66,12 @@ class ZygoteClient:
         with theirs:
             theirs.set_inheritable(True)
             # -P passes on: no module of the working directory shadows a library.
-            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
-            command += [
-                "-m",
-                "elastic_trainer.worker.zygote",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            safe = ["-P"] if sys.flags.safe_path else []
+            command = [sys.executable, *safe, "-u", "-m", "elastic_trainer.worker.zygote"]
+            ends = [str(theirs.fileno()), str(os.getpid())]
             pid = os.posix_spawn(
                 sys.executable,
-                [*command, preload, cwd, handed_on()],
+                [*command, *ends, preload, cwd, handed_on()],
                 env,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
                 setsigmask=HELD,
