@@ -422,7 +422,7 @@ class HoldfastAgent(ElasticAgent):
         if epoch.held is None or epoch.failed or not self._scripts.asked:
             return
         if self._scripts.take_requests(self._workers):
-            return  # those that are left would wait for the one that failed
+            return  # the workers that are left would wait for the one that failed
         epoch.held, epoch.finished, self._scripts.saved = None, False, False
         if not self._workers.alive:
             self._ended(epoch)
@@ -514,8 +514,8 @@ class HoldfastAgent(ElasticAgent):
         if again is not None:
             self._fail(epoch, self._reporter.failed(epoch, 0, epoch.step, again))
             return
-        if any(beat.committed_step for beat in beats.values()):
-            self._keeper_free(epoch)
+        if not epoch.freed and any(beat.committed_step for beat in beats.values()):
+            self._free_older_snapshots(epoch)
         # A worker can have completed a step before the zygote's word of its start is read.
         all_started = epoch.started == len(beats) == self._config.workers
         if all_started and all(map(has_run, beats.values())):
@@ -535,10 +535,7 @@ class HoldfastAgent(ElasticAgent):
             if group_rank_of(epoch.formed, self._config.me) == 0:
                 self._membership.report(WorkersStepped(epoch=epoch.formed.epoch))
 
-    def _keeper_free(self, epoch: Running) -> None:
-        """A snapshot of this epoch is committed: those of older ones are not needed."""
-        if epoch.freed:
-            return
+    def _free_older_snapshots(self, epoch: Running) -> None:
         epoch.freed = True
         if self._keeper is not None:
             self._keeper.free(epoch.formed.epoch)
@@ -554,8 +551,7 @@ class HoldfastAgent(ElasticAgent):
         keeper, begun = self._keeper, self._clock()
         if keeper is None or not keeper.holds_any():
             return
-        urged = 2 if self._config.leaves_alone else 1
-        until = begun + SERVE_S
+        urged, until = 2 if self._config.leaves_alone else 1, begun + SERVE_S
         while (
             (holds := keeper.holds_any()) and self._clock() < until and len(self._urgings) < urged
         ):
@@ -589,12 +585,10 @@ class HoldfastAgent(ElasticAgent):
                 continue
             again = self._urge(name)
             alone = name == LEAVE or (self._config.leaves_alone and name != REPEATABLE)
-            wish: LeaveAsked | StopAsked
+            passed_on = name if name in self._config.stop_signals else STOP_WORKERS
+            wish: LeaveAsked | StopAsked = StopAsked(reason=name, signal=passed_on)
             if alone:
                 wish = LeaveAsked(reason="drained" if name == LEAVE else name)
-            else:
-                passed_on = name in self._config.stop_signals
-                wish = StopAsked(reason=name, signal=name if passed_on else STOP_WORKERS)
             if type(wish) not in self._asked:
                 self._asked.add(type(wish))
                 self._scripts.signalled = True

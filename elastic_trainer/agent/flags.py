@@ -85,7 +85,7 @@ UNUSED_IN_RUNS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "the output is in logs of each rank",
     "PYTHON_EXEC": "workers run the interpreter of the agent",
 }
-"""The same for those that have an effect without --run-dir."""
+"""The same for variables that have an effect without --run-dir."""
 CHANGED: Final[Mapping[str, str]] = {
     "nproc_per_node": "Workers per node: a number, gpu, cpu or auto.",
     "rdzv_backend": "holdfast, or left out.",
@@ -145,7 +145,7 @@ class Streams:
     console: Std
     """To the agent's own output."""
     prefix: Std = Std.NONE
-    """Of these, every line begins with `[role local_rank]:`, as with torchrun's --tee."""
+    """Of these every line begins with `[role local_rank]:`, as under torchrun's --tee."""
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -194,7 +194,7 @@ def _adapt(parser: argparse.ArgumentParser) -> list[str]:
         if name == "training_script":
             action.nargs, action.required = "?", False
     names = [action.dest for action in actions]
-    # An older torchrun lacks some: of those the one that has a meaning of its own here is taken.
+    # An older torchrun lacks some. The one with another meaning here is added.
     lacking = {*REFUSED, *UNUSED, *CHANGED} - {*names}
     if "shutdown_timeout" in lacking:  # torch 2.11
         text = CHANGED["shutdown_timeout"]

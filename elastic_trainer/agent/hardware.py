@@ -210,7 +210,7 @@ def nccl_net(env: Mapping[str, str], plugin: str = PLUGIN) -> dict[str, str]:
     """
     if env.get(FABRIC_VARIABLE) not in _LINK_LAYERS or {"NCCL_NET", "NCCL_NET_PLUGIN"} & env.keys():
         return {}
-    # In a process of its own: plug-ins may start threads when they are loaded.
+    # In another process: plug-ins may start threads when they are loaded.
     load = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", plugin]
     done = subprocess.run(load, env=env, capture_output=True, check=False)
     return {"NCCL_NET": "IB"} if done.returncode else {}
@@ -238,7 +238,7 @@ def chosen(port: Port, wanted: str) -> bool:
 
 def ports(root: Path) -> list[Port]:
     """Return the ports of this machine's RDMA adapters, as /sys/class/infiniband shows them."""
-    # Those that this process may open: sysfs shows a container all of the machine's.
+    # sysfs shows a container all adapters of the machine.
     opened = {
         _text(folder / "ibdev")
         for folder in _children(root / "sys/class/infiniband_verbs")

@@ -35,7 +35,7 @@ from elastic_trainer.worker.secret import AuthError
 
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64
-"""Of them, those that have not proved themselves; beyond it the oldest makes way."""
+"""Connections that have not proved themselves; beyond it the oldest makes way."""
 BREATH_S: Final = 0.1
 """No more are accepted for so long when descriptors ran out."""
 IDLE_S: Final = 600.0
@@ -77,7 +77,7 @@ class Keeper:
         self._oldest_epoch = 0
 
     def start(self) -> None:
-        """Serve, on threads of its own."""
+        """Serve, in new threads."""
         for listener in self._listeners:
             threading.Thread(
                 target=self._accept, args=(listener,), name="holdfast-keeper", daemon=True

@@ -54,7 +54,7 @@ def _import_torch() -> None:
     """
     # What is imported stays: the collector looks at none of it, now or later.
     gc.disable()
-    with no_threads(os.environ):
+    with no_threads():
         importlib.import_module("elastic_trainer.agent.node")
     gc.freeze()
     gc.enable()

@@ -123,7 +123,7 @@ class Options:
     stop_grace_s: float = SCRIPT_GRACE_S
     """Between the stop signal and SIGKILL, for a script that takes no requests."""
     signals: frozenset[str] = field(default_factory=lambda: signals(None))
-    """Names of those that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
+    """Names of signals that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
     static_store: tuple[str, int] | None = None
     """MASTER_ADDR and MASTER_PORT of the one node; None: its address, and any free port."""
     devices: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Options:
     numa_binding: str | None = None
     """torch.numa.binding.AffinityMode: which CPUs near its GPU a worker runs on; None: not said."""
     line_prefix: str | None = None
-    """Template of what stands before the lines of --tee; None: `[role local_rank]:`."""
+    """Template of the prefix of --tee's lines; None: `[role local_rank]:`."""
     notes: tuple[str, ...] = ()
     """To be reported at the start."""
     temporary: Path | None = None
@@ -302,7 +302,7 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
             message = f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
             raise OptionsError("HF501", message)
         folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-        # As torchrun does: without an id each job has one of its own.
+        # As under torchrun: without an id each job gets another.
         return (folder, args.rdzv_id) if args.rdzv_id else (folder.parent, folder.name)
     if args.rdzv_endpoint is None:
         lacks = "needs --rdzv-endpoint DIR on storage that all nodes share"

@@ -62,6 +62,8 @@ EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  a
 _ARRIVED = "holdfast/arrived"
 _ARRIVE_POLL_S = 0.1
 _STORE_WAIT = timedelta(seconds=60)
+_KEY_WAIT = timedelta(seconds=300)
+"""How long a client of a store waits for a key."""
 LEAVE_S = 5.0
 """How long a finished agent waits for the others before it leaves."""
 
@@ -320,20 +322,13 @@ class HoldfastRendezvous(RendezvousHandler):
 class EpochStore:
     """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
 
-    `open` and `close` may be called from different threads, but not at the same time. A client
-    waits `timeout_s` for a key. With the name `called` of this machine, for `MASTER_ADDR`, the
-    store listens on all addresses, as torchrun's does; else on `address`.
+    `open` and `close` may be called from different threads, but not at the same time. With the
+    name `called` of this machine, for `MASTER_ADDR`, the store listens on all addresses, as
+    torchrun's does; else on `address`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        ports: range = range(1),
-        *,
-        timeout_s: float = 300.0,
-        called: str | None = None,
-    ) -> None:
-        self._address, self._ports, self._timeout_s = address, ports, timeout_s
+    def __init__(self, address: str, ports: range = range(1), *, called: str | None = None) -> None:
+        self._address, self._ports = address, ports
         self._called = called or address
         self._listens_on = EVERYWHERE if called else address
         self._store: object | None = None
@@ -357,7 +352,7 @@ class EpochStore:
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=_KEY_WAIT,
             use_libuv=True,
             master_listen_fd=listener.detach(),  # the store owns it from here
         )

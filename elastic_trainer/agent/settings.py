@@ -60,7 +60,7 @@ class AgentConfig:
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
     stop_signals: Collection[str] = STOPS
-    """Names of those that ask for a stop, passed on to scripts that take no requests."""
+    """Names of signals that ask for a stop, passed on to scripts that take no requests."""
     named_job: str | None = None
     """Id of this submission, see `Options`."""
     if_done: str | None = None

@@ -55,7 +55,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def taken(self) -> list[str]:
-        """Return the names of those that came since the last call."""
+        """Return the names of the signals that came since the last call."""
         count = len(self._seen)
         taken, self._seen[:count] = self._seen[:count], []
         return [signal.Signals(number).name for number in taken]

@@ -68,8 +68,8 @@ def _take_part(server: _RoundServer, number: int, asked: dict[str, Any]) -> None
     child.start()
     end = time.monotonic() + deadline_s
     later = server.place / f"round-{number + 1}.json"
-    while child.is_alive() and time.monotonic() < end and not later.exists():
-        if _over(server.place):
+    while child.is_alive() and time.monotonic() < end:
+        if later.exists() or _over(server.place):
             break
         child.join(_POLL_S)
     if child.is_alive():

@@ -73,11 +73,11 @@ _started: Final[dict[str, Any]] = {
     **{str(int(number)): default for number, default in _OF_TORCHRUN.items()},
     _MASK: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
 }
-"""What the agent, or a zygote of its own, was started with."""
+"""What this process, the agent or a zygote, was started with."""
 
 
 def handed_on() -> str:
-    """Return what a zygote is to be told that starts in an interpreter of its own."""
+    """Return what to tell a zygote that starts in a new interpreter."""
     ignored = [name for name, value in _started.items() if value is signal.SIG_IGN]
     mask = sorted(map(int, _started[_MASK]))
     return json.dumps({"ignored": ignored, _MASK: mask, _FILES: _started[_FILES]})
@@ -295,7 +295,7 @@ def frozen_entry(entry: str, env: Mapping[str, str]) -> str:
     if not code or not source:
         return entry
     path = PurePath(entry)
-    # The copy may lie within the source, as ./runs does by default.
+    # The copy may be within the source, as ./runs does by default.
     if path.is_relative_to(code) or not path.is_relative_to(source):
         return entry
     return str(PurePath(code) / path.relative_to(source))

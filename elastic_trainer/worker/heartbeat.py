@@ -266,7 +266,7 @@ class Heartbeat:
     def save_served(self) -> None:
         """Worker: no save is asked for any more.
 
-        A count of its own, since a word that both sides change could lose a STOP.
+        A separate count, since a word that both sides change could lose a STOP.
         """
         self._words[_SAVES_SERVED] = self._words[_SAVES_ASKED]
 

@@ -9,7 +9,7 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> set[int]:
-    """Return the process ids of this process's children, those that wait to be reaped too."""
+    """Return the process ids of this process's children, also of dead ones that were not reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -90,20 +90,20 @@ _SETTERS: Final = (
 
 
 @contextlib.contextmanager
-def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Let libraries that are loaded within have one thread; leave `env` (os.environ) as it was.
+def no_threads() -> Iterator[None]:
+    """Let libraries that are loaded within have one thread; leave os.environ as it was.
 
     `thread_setters` gives them back to the process that has been forked.
     """
-    before = env.get(_OPENBLAS)
-    env[_OPENBLAS] = "1"
+    before = os.environ.get(_OPENBLAS)
+    os.environ[_OPENBLAS] = "1"
     try:
         yield
     finally:
         if before is None:
-            del env[_OPENBLAS]
+            del os.environ[_OPENBLAS]
         else:
-            env[_OPENBLAS] = before
+            os.environ[_OPENBLAS] = before
 
 
 def thread_setters() -> list[Callable[[int], Any]]:

@@ -1,8 +1,9 @@
 """All ranks together, without a process group of all ranks.
 
 gloo connects each rank of a group with every other, and each gets every other's address from the
-store: a group of 16,384 takes 16,383 sockets a rank. Here ranks lie on a grid whose axes are short,
-and only the lines of the grid are groups. A collective along each axis in turn is one over all.
+store: a group of 16,384 takes 16,383 sockets a rank. Here ranks are on a grid whose axes are
+short, and only the lines of the grid are groups. A collective along each axis in turn is one over
+all.
 """
 
 from __future__ import annotations
@@ -119,9 +120,8 @@ class RankGrid:
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if self.rank in ranks:
                 self.groups.append(group)
-        self._pair: dist.ProcessGroup | None = None
-        if self.rank >= self._inside or self.rank + self._inside < self.world_size:
-            self._pair = self.groups[-1]
+        is_paired = self.rank >= self._inside or self.rank + self._inside < self.world_size
+        self._pair = self.groups[-1] if is_paired else None
         self._axes: list[tuple[int, int, dist.ProcessGroup]] = []
         """Stride and length, and the group of this rank's line."""
         if self.rank < self._inside:
@@ -157,7 +157,7 @@ class RankGrid:
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each rank its message, where there is one; return those for this rank, by sender.
 
-        A message goes along each axis once: a rank holds its own and those that pass through.
+        A message goes along each axis once: a rank holds its own and what passes through.
         """
         held = [(self.rank, to, raw) for to, raw in messages.items() if raw]
         if self._pair is not None:

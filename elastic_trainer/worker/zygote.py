@@ -161,7 +161,7 @@ class Zygote:
         gc.disable()  # what is imported stays: looking for garbage in it is a fifth of the time
         try:
             if self._preload:
-                with no_threads(os.environ):
+                with no_threads():
                     importlib.import_module(self._preload)
         except BaseException as error:  # noqa: BLE001  a fresh worker will say it in its own log
             self._why_fresh = f"{self._preload}: {type(error).__name__}: {error}"

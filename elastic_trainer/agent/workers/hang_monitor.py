@@ -53,7 +53,7 @@ class HangMonitor:
         """Local rank -> step and totals at the last report."""
 
     def look(self) -> list[WorkerProgress]:
-        """Read the heartbeats and return how each worker stands."""
+        """Read the heartbeats and return the progress of each worker."""
         now = self._clock()
         late_s = now - self._looked - self._config.tick_s
         self._looked = now
@@ -125,7 +125,7 @@ class HangMonitor:
         return {r: fronts for r, (since, fronts) in self._fronts.items() if now - since >= AGREE_S}
 
     def newly_hung(self) -> list[WorkerProgress]:
-        """Return those that hang, or wait for one that does, once for each standstill."""
+        """Return the workers that hang, or wait for one that does, once for each standstill."""
         now_hung = {s.local_rank: s for s in self._progress if s.hangs}
         new = [s for local, s in now_hung.items() if self._hung.get(local) != s.beat.counter]
         self._hung = {local: s.beat.counter for local, s in now_hung.items()}

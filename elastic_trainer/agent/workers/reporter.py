@@ -100,7 +100,7 @@ class Voice:
 
 
 class Waiting:
-    """When a wait that begins `now` is to be said: rarely, and the longer it takes the more so."""
+    """Says when to tell of a wait that begins `now`: ever more rarely."""
 
     def __init__(self, now: float) -> None:
         self._next, self._pause_s = now + FIRST_S, FIRST_S
@@ -196,7 +196,7 @@ class Reporter:
         return report
 
     def show(self, epoch: Running, *, stalled: bool) -> None:
-        """Tell the coordinator where the workers stand; also put those that hang on record."""
+        """Tell the coordinator where the workers are; also put hung ones on record."""
         number, committed = epoch.formed.epoch, self._committed(epoch)
         self._membership.report(epoch.monitor.seen(number, stalled=stalled, committed=committed))
         for worker in epoch.monitor.newly_hung():
@@ -285,7 +285,7 @@ class Reporter:
             self.say(f"restart: epoch {formed.epoch} on {on}; {formed.reason}")
 
     def aborted(self, notice: EpochAborted) -> None:
-        """Say why an epoch ends, where this node has not said it of its own workers."""
+        """Say why an epoch ends, unless this node has said it of its workers."""
         if self._told < notice.epoch:
             self._told = notice.epoch
             logs = [f"\n  log: {self._config.log_dir.parent / node}" for node in notice.victims]

@@ -90,7 +90,7 @@ class Scripts:
         self._speaks = False
         """This node has rank 0, so it speaks for the script."""
         self._begun: dict[int, Beat] = {}
-        """Local rank -> its newest reading, of those that have shown a step in this epoch."""
+        """Local rank -> its newest reading, of workers that have shown a step in this epoch."""
         self._reached = 0
         """The newest step of this node's workers in this epoch."""
         self._was: Shown | None = None

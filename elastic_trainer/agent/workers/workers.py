@@ -195,7 +195,7 @@ class Workers:
         """SIGKILL every worker and all they started; wait until all are gone, at most `deadline_s`.
 
         Returns:
-            Those that ended, and the process ids of those that could not be made to.
+            The workers that ended, and the ids of processes that could not be made to.
         """
         deadline = self._clock() + deadline_s
         if not self.ready:  # nothing was sent yet, so nobody is there to be killed
@@ -265,24 +265,21 @@ class Workers:
             self._replace_zygote(str(error))
             return
         for message in messages:
-            if message["event"] == "ready":
+            event = message.pop("event")
+            if event == "ready":
                 self.ready = True
                 self._flush()
-                continue
-            if message["event"] == "standby":
-                del message["event"]
+            elif event == "standby":
                 self._found.append(StandbyReady(**message))
-                continue
-            if message["epoch"] != self._epoch.number:
-                continue  # of an epoch that was given up
-            if message["event"] == "cleared":
+            elif message["epoch"] != self._epoch.number:
+                pass  # of an epoch that was given up
+            elif event == "cleared":
                 self.cleared = True
-                continue
-            worker = self._epoch.workers.get(message["local_rank"])
-            if worker is not None and message["event"] == "started":
-                self._started(worker, message)
-            elif worker is not None:
-                self._exited(message["local_rank"], worker, message["status"])
+            elif (worker := self._epoch.workers.get(message["local_rank"])) is not None:
+                if event == "started":
+                    self._started(worker, message)
+                else:
+                    self._exited(message["local_rank"], worker, message["status"])
 
     # -- workers --------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class ZygoteClient:
 
     @classmethod
     def spawned(cls, *, preload: str, env: Mapping[str, str], cwd: str) -> ZygoteClient:
-        """Start a zygote in an interpreter of its own: this process may have threads."""
+        """Start a zygote in a new interpreter: this process may have threads."""
         _assert_main_thread()
         adopt_orphans()
         ours, theirs = socket.socketpair()
@@ -117,7 +117,7 @@ class ZygoteClient:
         """Kill the zygote, its workers and what they started. May be called twice.
 
         Returns:
-            The process ids of those that have not ended within `timeout_s`.
+            The ids of processes that have not ended within `timeout_s`.
         """
         self._bury("closed")
         deadline = time.monotonic() + timeout_s
