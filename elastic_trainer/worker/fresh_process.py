@@ -37,8 +37,8 @@ _OF_TORCHRUN: Final[dict[signal.Signals, Any]] = {
     signal.SIGQUIT: signal.SIG_DFL,
 }
 """It handles them itself, so its workers have Python's defaults, whatever it was started with."""
-_OF_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Python ignores them, and programs that it starts do not (subprocess's `restore_signals`)."""
+IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Programs that Python starts do not ignore them (subprocess's `restore_signals`)."""
 _MASK: Final = "mask"
 _FILES: Final = "open files"
 _UNFLUSHED: Final = 120
@@ -97,12 +97,6 @@ def undo(ours: dict[str, Any]) -> None:
             put(_started[name])
     # The last one: what came meanwhile is delivered now. What an import holds back stays so.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(HELD) - set(_started[_MASK]))
-
-
-def let_programs_have_signals() -> None:
-    """Undo for a program that is executed what Python has ignored for itself."""
-    for number in _OF_PYTHON:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def draw_apart() -> None:

@@ -262,7 +262,6 @@ class Zygote:
             if is_main:
                 open_files()  # large jobs have many sockets
             if fresh:
-                fresh_process.let_programs_have_signals()
                 _exec(request)
             faulthandler.enable()
             answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
@@ -443,6 +442,8 @@ def _bind(cpus: str | None) -> None:
 
 
 def _exec(request: dict[str, Any]) -> NoReturn:
+    for number in fresh_process.IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     target, args = request["target"], request["args"]
     safe = ["-P"] if sys.flags.safe_path else []
     argv = {
