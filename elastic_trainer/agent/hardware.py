@@ -230,9 +230,13 @@ def chosen(port: Port, wanted: str) -> bool:
     names = wanted.removeprefix("^")
     if not names.removeprefix("="):
         return True
-    is_same = port.device.__eq__ if names.startswith("=") else port.device.startswith
+    exact = names.startswith("=")
     listed = (item.partition(":")[::2] for item in names.removeprefix("=").split(",") if item)
-    is_listed = any(is_same(name) and number in ("", str(port.number)) for name, number in listed)
+    is_listed = any(
+        (port.device == name if exact else port.device.startswith(name))
+        and number in ("", str(port.number))
+        for name, number in listed
+    )
     return is_listed != wanted.startswith("^")
 
 
