@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -63,6 +63,7 @@ from elastic_trainer.agent.membership.tasks import (
     ZygoteLost,
 )
 from elastic_trainer.agent.metrics import NodeMetrics
+from elastic_trainer.agent.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.stop_signals import (
     AGAIN_S,
     LEAVE,
@@ -73,7 +74,7 @@ from elastic_trainer.agent.stop_signals import (
     StopSignals,
     Waker,
 )
-from elastic_trainer.agent.workers.environment import launches_of, make_again, next_rung
+from elastic_trainer.agent.workers.environment import launches_of, make_again
 from elastic_trainer.agent.workers.group import (
     JobResult,
     Telemetry,
@@ -84,7 +85,6 @@ from elastic_trainer.agent.workers.group import (
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running, Voice
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler, NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.plan.gpus import named
 from elastic_trainer.record.event_log import EventLog
@@ -318,7 +318,7 @@ class HoldfastAgent(ElasticAgent):
         assign_ranks(self._group, formed, me)
         self._failures, self._succeeded = {}, []
         self._telemetry.formed(formed.epoch)
-        if make_again(config.scratch, config.snapshots):
+        if make_again(config.scratch):
             self._reporter.say(
                 f"{config.scratch} was removed, as logind (RemoveIPC) or a cleaner does; it is "
                 "made again, and what this node kept in memory comes from another node or storage"
@@ -336,7 +336,7 @@ class HoldfastAgent(ElasticAgent):
                 case WorkerStarted():
                     self._on_started(happening)
                 case StandbyReady():
-                    self._reporter.standby(happening)
+                    self._log.emit("standby.ready", **asdict(happening))
                 case WorkerExited():
                     self._on_exit(happening)
                 case ZygoteLost():
@@ -350,7 +350,8 @@ class HoldfastAgent(ElasticAgent):
         epoch = self._epoch
         if epoch is None:
             return
-        self._reporter.started(started)
+        fields = asdict(started)
+        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
         worker = self._group.workers[started.local_rank]
         worker.id = started.pid
         self._telemetry.started(worker)
@@ -397,17 +398,15 @@ class HoldfastAgent(ElasticAgent):
         return len(self._succeeded) + len(self._failures) == self._config.workers
 
     def _on_good_end(self, epoch: Running, exited: WorkerExited) -> None:
-        if not self._scripts.finished(exited):
-            epoch.finished = False
+        epoch.finished = epoch.finished and self._scripts.finished(exited)
         if not self._all_seen or epoch.failed:
             return
         if epoch.held is not None:
             self._fail(epoch, epoch.held)
-            return
-        self._ended(epoch)
+        else:
+            self._ended(epoch)
 
     def _ended(self, epoch: Running) -> None:
-        """Report that all workers of the epoch have ended well here."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._scripts.ended(finished=epoch.finished)
@@ -423,7 +422,7 @@ class HoldfastAgent(ElasticAgent):
         if epoch.held is None or epoch.failed or not self._scripts.asked:
             return
         if self._scripts.take_requests(self._workers):
-            return  # those that are left would wait for the one that failed
+            return  # the workers that are left would wait for the one that failed
         epoch.held, epoch.finished, self._scripts.saved = None, False, False
         if not self._workers.alive:
             self._ended(epoch)
@@ -515,8 +514,8 @@ class HoldfastAgent(ElasticAgent):
         if again is not None:
             self._fail(epoch, self._reporter.failed(epoch, 0, epoch.step, again))
             return
-        if any(beat.committed_step for beat in beats.values()):
-            self._keeper_free(epoch)
+        if not epoch.freed and any(beat.committed_step for beat in beats.values()):
+            self._free_older_snapshots(epoch)
         # A worker can have completed a step before the zygote's word of its start is read.
         all_started = epoch.started == len(beats) == self._config.workers
         if all_started and all(map(has_run, beats.values())):
@@ -536,10 +535,7 @@ class HoldfastAgent(ElasticAgent):
             if group_rank_of(epoch.formed, self._config.me) == 0:
                 self._membership.report(WorkersStepped(epoch=epoch.formed.epoch))
 
-    def _keeper_free(self, epoch: Running) -> None:
-        """A snapshot of this epoch is committed: those of older ones are not needed."""
-        if epoch.freed:
-            return
+    def _free_older_snapshots(self, epoch: Running) -> None:
         epoch.freed = True
         if self._keeper is not None:
             self._keeper.free(epoch.formed.epoch)
@@ -555,8 +551,7 @@ class HoldfastAgent(ElasticAgent):
         keeper, begun = self._keeper, self._clock()
         if keeper is None or not keeper.holds_any():
             return
-        urged = 2 if self._config.leaves_alone else 1
-        until = begun + SERVE_S
+        urged, until = 2 if self._config.leaves_alone else 1, begun + SERVE_S
         while (
             (holds := keeper.holds_any()) and self._clock() < until and len(self._urgings) < urged
         ):
@@ -579,7 +574,8 @@ class HoldfastAgent(ElasticAgent):
         self._telemetry.running()
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
         if (ladder := self._config.standbys_for) is not None:  # not before: it would slow the start
-            rung = next_rung(epoch.formed, ladder)
+            left = len(epoch.formed.members) + len(epoch.formed.spares) - 1  # should one be lost
+            rung = ladder.rung_for(left) or epoch.formed.rung
             self._workers.stand_by({"HOLDFAST_RUNG": json.dumps(rung.to_dict())})
 
     def _serve_signals(self) -> None:
@@ -589,12 +585,10 @@ class HoldfastAgent(ElasticAgent):
                 continue
             again = self._urge(name)
             alone = name == LEAVE or (self._config.leaves_alone and name != REPEATABLE)
-            wish: LeaveAsked | StopAsked
+            passed_on = name if name in self._config.stop_signals else STOP_WORKERS
+            wish: LeaveAsked | StopAsked = StopAsked(reason=name, signal=passed_on)
             if alone:
                 wish = LeaveAsked(reason="drained" if name == LEAVE else name)
-            else:
-                passed_on = name in self._config.stop_signals
-                wish = StopAsked(reason=name, signal=name if passed_on else STOP_WORKERS)
             if type(wish) not in self._asked:
                 self._asked.add(type(wish))
                 self._scripts.signalled = True

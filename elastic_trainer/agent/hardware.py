@@ -210,7 +210,7 @@ def nccl_net(env: Mapping[str, str], plugin: str = PLUGIN) -> dict[str, str]:
     """
     if env.get(FABRIC_VARIABLE) not in _LINK_LAYERS or {"NCCL_NET", "NCCL_NET_PLUGIN"} & env.keys():
         return {}
-    # In a process of its own: plug-ins may start threads when they are loaded.
+    # In another process: plug-ins may start threads when they are loaded.
     load = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", plugin]
     done = subprocess.run(load, env=env, capture_output=True, check=False)
     return {"NCCL_NET": "IB"} if done.returncode else {}
@@ -231,18 +231,23 @@ def chosen(port: Port, wanted: str) -> bool:
     if not names.removeprefix("="):
         return True
     exact = names.startswith("=")
-
-    def is_meant(name: str, number: str) -> bool:
-        same = port.device == name if exact else port.device.startswith(name)
-        return same and number in ("", str(port.number))
-
     listed = (item.partition(":")[::2] for item in names.removeprefix("=").split(",") if item)
-    return any(is_meant(*item) for item in listed) != wanted.startswith("^")
+    is_listed = any(
+        (port.device == name if exact else port.device.startswith(name))
+        and number in ("", str(port.number))
+        for name, number in listed
+    )
+    return is_listed != wanted.startswith("^")
 
 
 def ports(root: Path) -> list[Port]:
     """Return the ports of this machine's RDMA adapters, as /sys/class/infiniband shows them."""
-    opened = _openable(root)
+    # sysfs shows a container all adapters of the machine.
+    opened = {
+        _text(folder / "ibdev")
+        for folder in _children(root / "sys/class/infiniband_verbs")
+        if os.access(root / "dev/infiniband" / folder.name, os.R_OK | os.W_OK)
+    }
     return [
         Port(
             device=adapter.name,
@@ -256,15 +261,6 @@ def ports(root: Path) -> list[Port]:
         for port in sorted(_children(adapter / "ports"))
         if port.name.isdecimal()
     ]
-
-
-def _openable(root: Path) -> set[str]:
-    """Return the adapters whose device this process may open: sysfs shows a container them all."""
-    return {
-        _text(folder / "ibdev")
-        for folder in _children(root / "sys/class/infiniband_verbs")
-        if os.access(root / "dev/infiniband" / folder.name, os.R_OK | os.W_OK)
-    }
 
 
 def _children(folder: Path) -> Iterable[Path]:

@@ -35,7 +35,7 @@ from elastic_trainer.worker.secret import AuthError
 
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64
-"""Of them, those that have not proved themselves; beyond it the oldest makes way."""
+"""Connections that have not proved themselves; beyond it the oldest makes way."""
 BREATH_S: Final = 0.1
 """No more are accepted for so long when descriptors ran out."""
 IDLE_S: Final = 600.0
@@ -77,7 +77,7 @@ class Keeper:
         self._oldest_epoch = 0
 
     def start(self) -> None:
-        """Serve, on threads of its own."""
+        """Serve, in new threads."""
         for listener in self._listeners:
             threading.Thread(
                 target=self._accept, args=(listener,), name="holdfast-keeper", daemon=True
@@ -141,16 +141,15 @@ class Keeper:
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one peer until it closes, or says what cannot be understood."""
-        image: _Kept | None = None
+        kept = _Kept()
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = Channel(sock, self._authenticate)
             with self._lock:
                 self._unproved.pop(sock, None)
             sock.settimeout(IDLE_S)
-            image = _Kept()
             while True:
-                self._answer(channel, channel.receive(), image)
+                self._answer(channel, channel.receive(), kept)
         except (OSError, EOFError, AuthError, PeerError, ValueError, KeyError, TypeError):
             pass  # gone, or no peer of ours: the socket is all that it costs
         finally:
@@ -158,16 +157,14 @@ class Keeper:
                 self._socks.discard(sock)
                 self._unproved.pop(sock, None)
             sock.close()
-            if image is not None:
-                image.close()
+            kept.close()
 
     def _answer(self, channel: Channel, message: dict[str, Any], kept: _Kept) -> None:
         match message["op"]:
             case "put":
                 channel.send(self._take(channel, message, kept))
             case "links":
-                links = [each.getsockname()[:2] for each in self._listeners[1:]]
-                channel.send({"links": links})
+                channel.send({"links": [each.getsockname()[:2] for each in self._listeners[1:]]})
             case "list":
                 channel.send({"images": self._images()})
             case "verify":
@@ -278,7 +275,6 @@ class _Kept:
     def close(self) -> None:
         for image in self._images.values():
             image.close()
-        self._images.clear()
 
 
 def _skip(channel: Channel, num_bytes: int) -> None:

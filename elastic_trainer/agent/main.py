@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     never answers must not hold the node.
     """
     _import_torch()
-    from elastic_trainer.agent.command.flags import OptionsError
-    from elastic_trainer.agent.command.options import parse
+    from elastic_trainer.agent.flags import OptionsError
     from elastic_trainer.agent.hardware import FabricError
     from elastic_trainer.agent.node import die_of_a_thread, run
+    from elastic_trainer.agent.options import parse
     from elastic_trainer.board.open_board import BoardPlaceError
     from elastic_trainer.storage.storage_probe import StorageError
     from elastic_trainer.worker.secret import SecretError
@@ -34,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.excepthook = die_of_a_thread
     try:
         code = run(parse(argv, os.environ))
-    except FabricError as error:
+    except (OptionsError, FabricError, SecretError, BoardPlaceError, StorageError) as error:
         sys.stderr.write(f"holdfast agent: error: {error}\n")
-        code = error.exit_code
-    except (OptionsError, SecretError, BoardPlaceError, StorageError) as error:
-        sys.stderr.write(f"holdfast agent: error: {error}\n")
-        code = EXIT_DO_NOT_RESTART
+        code = error.exit_code if isinstance(error, FabricError) else EXIT_DO_NOT_RESTART
     except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
         traceback.print_exc()
         code = 1
@@ -57,11 +54,7 @@ def _import_torch() -> None:
     """
     # What is imported stays: the collector looks at none of it, now or later.
     gc.disable()
-    with no_threads(os.environ):
+    with no_threads():
         importlib.import_module("elastic_trainer.agent.node")
     gc.freeze()
     gc.enable()
-
-
-if __name__ == "__main__":
-    main()

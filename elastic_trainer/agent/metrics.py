@@ -1,8 +1,8 @@
 """What one node's agent serves to Prometheus, and the list of a run's agents for its file_sd.
 
-Both are done by threads of their own: the agent's loop leaves a value behind and goes on, and
-neither a slow reader nor storage that stalls is waited for. prometheus-client is imported by the
-server's thread, after the zygote was forked, so that no worker carries it.
+Two threads do it: the agent's loop leaves a value behind and goes on, and waits neither for a slow
+reader nor for storage that stalls. The server's thread imports prometheus-client, after the zygote
+was forked, so that no worker carries it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from elastic_trainer.agent.membership.notices import Member
-from elastic_trainer.agent.workers.settings import STATES, NodeStatus
+from elastic_trainer.agent.settings import STATES, NodeStatus
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.storage.files import write_atomic
 from elastic_trainer.storage.typed import parse_json
@@ -102,7 +102,7 @@ class NodeMetrics:
         self._lists.put(None)
         self._writer.join(_CLOSE_S)
 
-    # -- on threads of their own ------------------------------------------------------------
+    # -- the two threads --------------------------------------------------------------------
 
     def _serve(self, server: _MetricsServer) -> None:
         from prometheus_client import CollectorRegistry
@@ -121,7 +121,7 @@ class NodeMetrics:
                     write_targets(self._path, *wanted, port=self.port)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the node's families; before the agent has said anything there is none."""
+        """Yield the node's families; none before the agent has said anything."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = self._status

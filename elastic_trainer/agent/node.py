@@ -20,8 +20,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import SIGNALS, OptionsError, signals
-from elastic_trainer.agent.command.options import Options
+from elastic_trainer.agent.flags import SIGNALS, OptionsError, signals
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.hardware import (
     ask,
@@ -34,9 +33,12 @@ from elastic_trainer.agent.hardware import (
 )
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import Member
 from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
-from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous, Place
+from elastic_trainer.agent.options import Options
+from elastic_trainer.agent.rendezvous import EVERYWHERE, HoldfastRendezvous
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, parse_ports, with_links
 from elastic_trainer.agent.wire.network import listen
@@ -44,11 +46,10 @@ from elastic_trainer.agent.workers.environment import Scratch, base_environment
 from elastic_trainer.agent.workers.group import forward_error_file
 from elastic_trainer.agent.workers.reporter import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
-from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE, open_board
 from elastic_trainer.plan.config import METRICS_TARGETS
 from elastic_trainer.plan.gpus import Gpu
 from elastic_trainer.record.event_log import EventLog
@@ -74,23 +75,21 @@ RECORD = {"board", "events", "logs", "secret", "stacks"}
 
 
 def run(options: Options) -> int:
-    """Run the agent until the job stops, see `_run`; a temporary record goes if all was well."""
-    code = EXIT_FAILED
+    """Run the agent until the job stops, see `_run`.
+
+    A temporary folder is removed where it has nothing that anybody may want, and else named.
+    """
+    code, record = EXIT_FAILED, options.record_dir
     try:
         code = _run(options)
     finally:
         if options.temporary is not None:
-            _tidy(options.temporary, options.record_dir, ended_well=code == EXIT_DONE)
+            found = {path.name for path in record.glob("*")}
+            if not found or (code == EXIT_DONE and found <= RECORD):
+                shutil.rmtree(options.temporary, ignore_errors=True)
+            else:
+                sys.stderr.write(f"holdfast agent: the record of this job stays in {record}\n")
     return code
-
-
-def _tidy(folder: Path, record: Path, *, ended_well: bool) -> None:
-    """Remove a job's temporary folder where it has nothing that anybody may want, or name it."""
-    found = {path.name for path in record.glob("*")}
-    if not found or (ended_well and found <= RECORD):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        sys.stderr.write(f"holdfast agent: the record of this job stays in {record}\n")
 
 
 def _run(options: Options) -> int:
@@ -107,8 +106,11 @@ def _run(options: Options) -> int:
     address, ports = _network(options)
     check_fabric(os.environ)
     bound = _bound_cpus(options)
-    options.shared_dir.mkdir(parents=True, exist_ok=True)
-    probe_storage(options.shared_dir, is_data=options.only_data_is_shared)
+    record = options.record_dir
+    record.mkdir(parents=True, exist_ok=True)
+    # Neither board nor secret may be files there.
+    is_data = options.secret_file is not None and options.board not in (None, FILE)
+    probe_storage(record, is_data=is_data)
     for note in options.notes:
         sys.stderr.write(f"holdfast agent: {note}\n")
     env = _environment(options, address)
@@ -121,33 +123,81 @@ def _run(options: Options) -> int:
         open_files()  # after the fork: scripts keep the limit that the user has set
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
-        secret_dir, secret = _secret(options, scratch)
-        log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
+        if options.secret_file is None:
+            secret_dir, secret = record, make_secret(record)
+        else:
+            secret_dir, secret = scratch.path, adopt_secret(options.secret_file, scratch.path)
+        log = EventLog(record, f"agent-{options.node}", node=options.node)
         stack.callback(log.close)
         waker = Waker()
         stack.callback(waker.close)
-        keeper = _keeper(options, scratch, address, ports, secret=secret)
+        badge = Badge(secret, KEEPER_LABEL, options.run_id)
+        keeper = Keeper(
+            scratch.snapshots,
+            address,
+            ports,
+            authenticate=partial(authenticate, badge=badge, server=True, timeout_s=AUTHENTICATE_S),
+            key=secret.sign(IMAGES, options.run_id.encode()),
+            links=_links(options),
+        )
         keeper.start()
         stack.callback(keeper.close)
         gpus = ask() if options.accelerators else None
-        # At once: a node that dies while it warms up is then known to be dead.
         voice = Voice()
         stack.callback(voice.close)
-        rendezvous = _join(
-            *(options, address, ports, gpus),
+        me = Member(
+            agent_id="",
+            node=options.node,
+            host=options.host,
+            address=address,
+            port=0,
+            workers=healthy(options.workers, gpus, os.environ.get(_VISIBLE)),
+            snapshot_port=keeper.port,
+            domain=options.failure_domain,
+        )
+        # Before it is warm: a node that dies while it warms up is then known to be dead.
+        rendezvous = HoldfastRendezvous(
+            me,
+            ports=ports,
+            run_id=options.run_id,
+            job=options.job,
             secret=secret,
-            keeper=keeper,
-            log=log,
-            voice=voice,
-            waker=waker,
+            settings=Settings(
+                **dataclasses.asdict(options.elastic),
+                workers=options.workers,
+                ladder=options.ladder,
+                terms=_terms(options),
+            ),
+            board=open_board(
+                record / "board",
+                options.board,
+                on_damage=lambda reason: log.emit("board.damaged", reason=reason),
+            ),
+            ready=False,
+            readmit=options.readmit,
+            static_store=options.static_store,
+            log=_recorder(options, log, voice, secret),
+            notify=waker.wake,
+            crashed=die,
         )
         stack.callback(rendezvous.close)
-        metrics = _metrics(options, address)
-        if metrics is not None:
+        metrics = None
+        if (port := options.network.metrics_port) is not None:
+            # The run by the name of its directory, as `holdfast metrics` has it.
+            targets = record / METRICS_TARGETS
+            metrics = NodeMetrics(record.name, options.node, path=targets, port=port)
+            metrics.start(address)
             stack.callback(metrics.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch, secret_dir, gpus=gpus, bound=bound),
-            _worker_spec(options, rendezvous),
+            _agent_config(options, rendezvous.me, scratch, secret_dir, gpus=gpus, bound=bound),
+            WorkerSpec(
+                role=options.role,
+                local_world_size=options.workers,
+                rdzv_handler=rendezvous,
+                entrypoint=options.task.target,
+                max_restarts=options.elastic.max_restarts,
+                event_log_handler=options.event_log_handler,
+            ),
             workers=workers,
             waker=waker,
             log=log,
@@ -162,17 +212,6 @@ def _run(options: Options) -> int:
         result = agent.run(options.role)
         forward_error_file(result)
     return result.code
-
-
-def _worker_spec(options: Options, rendezvous: HoldfastRendezvous) -> WorkerSpec:
-    return WorkerSpec(
-        role=options.role,
-        local_world_size=options.workers,
-        rdzv_handler=rendezvous,
-        entrypoint=options.task.target,
-        max_restarts=options.elastic.max_restarts,
-        event_log_handler=options.event_log_handler,
-    )
 
 
 def _network(options: Options) -> tuple[str, range]:
@@ -199,15 +238,7 @@ def _network(options: Options) -> tuple[str, range]:
     return address, ports
 
 
-def _secret(options: Options, scratch: Scratch) -> tuple[Path, Secret]:
-    """Return where the workers find the run's secret, and the secret."""
-    if options.secret_file is None:
-        return options.shared_dir, make_secret(options.shared_dir)
-    return scratch.path, adopt_secret(options.secret_file, scratch.path)
-
-
 def _environment(options: Options, address: str) -> dict[str, str]:
-    """Return what the zygote and all workers find in their environment."""
     env = base_environment(
         os.environ,
         workers=options.workers,
@@ -231,35 +262,6 @@ def _environment(options: Options, address: str) -> dict[str, str]:
     return env
 
 
-def _metrics(options: Options, address: str) -> NodeMetrics | None:
-    """Serve this node's metrics where the job asks for them, at the address of its network."""
-    port, record = options.network.metrics_port, options.record_dir
-    if port is None:
-        return None
-    # The run by the name of its directory, as `holdfast metrics` has it.
-    metrics = NodeMetrics(record.name, options.node, path=record / METRICS_TARGETS, port=port)
-    metrics.start(address)
-    return metrics
-
-
-def _keeper(
-    options: Options, scratch: Scratch, address: str, ports: range, *, secret: Secret
-) -> Keeper:
-    return Keeper(
-        scratch.snapshots,
-        address,
-        ports,
-        authenticate=partial(
-            authenticate,
-            badge=Badge(secret, KEEPER_LABEL, options.run_id),
-            server=True,
-            timeout_s=AUTHENTICATE_S,
-        ),
-        key=secret.sign(IMAGES, options.run_id.encode()),
-        links=_links(options),
-    )
-
-
 def _links(options: Options) -> list[str]:
     """Return the addresses of the interfaces for copies; say what is missing."""
     if not (asked := options.network.copy_interfaces):
@@ -272,58 +274,6 @@ def _links(options: Options) -> list[str]:
             f"address, on this node; it has {', '.join(map(str, found))}\n"
         )
     return addresses
-
-
-def _join(
-    options: Options,
-    address: str,
-    ports: range,
-    gpus: Sequence[Gpu] | None,
-    *,
-    secret: Secret,
-    keeper: Keeper,
-    log: EventLog,
-    voice: Voice,
-    waker: Waker,
-) -> HoldfastRendezvous:
-    """Listen for peers and take this node's place in the job."""
-    workers = options.workers
-    put_back = None
-    if options.secret_file is None:
-        put_back = partial(secret.publish, options.shared_dir)
-    return HoldfastRendezvous(
-        Place(
-            address=address,
-            ports=ports,
-            run_id=options.run_id,
-            job=options.job,
-            secret=secret,
-            settings=Settings(
-                **dataclasses.asdict(options.elastic),
-                workers=workers,
-                ladder=options.ladder,
-                terms=_terms(options),
-            ),
-            node=options.node,
-            host=options.host,
-            workers=healthy(workers, gpus, os.environ.get(_VISIBLE)),
-            snapshot_port=keeper.port,
-            domain=options.failure_domain,
-            static_store=options.static_store,
-            ready=False,
-            readmit=options.readmit,
-        ),
-        board=open_board(
-            options.board_dir,
-            options.board,
-            on_damage=lambda reason: log.emit("board.damaged", reason=reason),
-        ),
-        log=partial(
-            _log, log, voice=voice, failing=Waiting(time.monotonic() - FIRST_S), put_back=put_back
-        ),
-        notify=waker.wake,
-        crashed=die,
-    )
 
 
 def _terms(options: Options) -> dict[str, str]:
@@ -351,34 +301,33 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def _log(
-    log: EventLog,
-    event: str,
-    epoch: int | None,
-    fields: dict[str, Any],
-    *,
-    voice: Voice,
-    failing: Waiting,
-    put_back: Callable[[], None] | None,
-) -> None:
-    """Put an event of membership on record, and say that the board fails, or was removed.
+def _recorder(
+    options: Options, log: EventLog, voice: Voice, secret: Secret
+) -> Callable[[str, int | None, dict[str, Any]], None]:
+    """Return what puts an event of membership on record.
 
-    The record may lie where the board does, and be lost with it; so may the secret.
+    It also says that the board fails, or was removed. The record may be where the board is, and be
+    lost with it; so may the secret, which is put back.
     """
-    log.emit_later(event, epoch, fields)
-    if event == "board.failed" and failing.due(time.monotonic()):
-        voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
-    if event == "board.damaged":
-        voice.say(f"the board of the job: {fields['reason']}")
-        if put_back is not None:  # not here: storage may not answer, and peers wait for an answer
-            threading.Thread(target=_or_say, args=(put_back, voice), daemon=True).start()
+    failing = Waiting(time.monotonic() - FIRST_S)
 
+    def put_back() -> None:
+        try:
+            secret.publish(options.record_dir)
+        except SecretError as error:
+            voice.say(f"no other agent can join this job: {error}")
 
-def _or_say(put_back: Callable[[], None], voice: Voice) -> None:
-    try:
-        put_back()
-    except SecretError as error:
-        voice.say(f"no other agent can join this job: {error}")
+    def record(event: str, epoch: int | None, fields: dict[str, Any]) -> None:
+        log.emit_later(event, epoch, fields)
+        if event == "board.failed" and failing.due(time.monotonic()):
+            voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
+        if event == "board.damaged":
+            voice.say(f"the board of the job: {fields['reason']}")
+            if options.secret_file is None:
+                # Not here: storage may not answer, and peers wait for an answer.
+                threading.Thread(target=put_back, daemon=True).start()
+
+    return record
 
 
 def _scripts(options: Options, log: EventLog, voice: Voice) -> Scripts:
@@ -421,7 +370,7 @@ def _bound_cpus(options: Options) -> tuple[str, ...]:
 
 def _agent_config(
     options: Options,
-    rendezvous: HoldfastRendezvous,
+    me: Member,
     scratch: Scratch,
     secret_dir: Path,
     *,
@@ -431,12 +380,11 @@ def _agent_config(
     found = tuple(seen(gpus or (), os.environ.get(_VISIBLE)))
     near = local_cpus(found, os.sched_getaffinity(0))
     return AgentConfig(
-        me=rendezvous.me,
+        me=me,
         workers=options.workers,
         gpus=found,
         cpus=bound or tuple(None if cpus is None else cpu_list(cpus) for cpus in near),
         scratch=scratch.path,
-        snapshots=scratch.snapshots,
         secret_dir=secret_dir,
         log_dir=options.log_root / options.attempt / options.node,
         stacks_dir=options.record_dir / "stacks",

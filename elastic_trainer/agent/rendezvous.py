@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  a
 _ARRIVED = "holdfast/arrived"
 _ARRIVE_POLL_S = 0.1
 _STORE_WAIT = timedelta(seconds=60)
+_KEY_WAIT = timedelta(seconds=300)
+"""How long a client of a store waits for a key."""
 LEAVE_S = 5.0
 """How long a finished agent waits for the others before it leaves."""
 
@@ -80,111 +82,90 @@ def of_torchrun(params: RendezvousParameters) -> HoldfastRendezvous:
     """
     if not params.endpoint:
         raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
+    address = params.get("address") or params.local_addr or local_address()
     board = Path(params.endpoint) / params.run_id
     ladder = Ladder.data_parallel(max_nodes=params.max_nodes, min_nodes=params.min_nodes, workers=1)
     return HoldfastRendezvous(
-        Place(
-            address=params.get("address") or params.local_addr or local_address(),
-            ports=parse_ports(params.get("ports")),
-            run_id=params.run_id,
-            job=params.run_id,
-            secret=make_secret(board),
-            settings=Settings(
-                ladder=ladder,
-                terms={"agent": "torchrun", **layout_terms(ladder)},
-                join_timeout_s=float(params.get("join_timeout", 600)),
-                heartbeat_s=float(params.get("heartbeat", 1)),
-                dead_after_s=float(params.get("dead_after", 5)),
-            ),
+        Member(agent_id="", node="", host="", address=address, port=0, workers=1),
+        ports=parse_ports(params.get("ports")),
+        run_id=params.run_id,
+        job=params.run_id,
+        secret=make_secret(board),
+        settings=Settings(
+            ladder=ladder,
+            terms={"agent": "torchrun", **layout_terms(ladder)},
+            join_timeout_s=float(params.get("join_timeout", 600)),
+            heartbeat_s=float(params.get("heartbeat", 1)),
+            dead_after_s=float(params.get("dead_after", 5)),
         ),
         board=open_board(board, os.environ.get(BOARD_VARIABLE)),
+        ready=True,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a node joins, and as what."""
-
-    address: str
-    """Numeric, told to peers."""
-    ports: range
-    """To listen on."""
-    run_id: str
-    job: str
-    """Id of this submission, the same on every node of it."""
-    secret: Secret
-    settings: Settings
-    node: str | None = None
-    """None: the machine and the port, for several agents of one machine are nodes of their own."""
-    host: str | None = None
-    """The machine; None: called as the node."""
-    workers: int = 1
-    """Healthy accelerators."""
-    snapshot_port: int = 0
-    """Of the node's keeper; 0: none."""
-    domain: str = ""
-    """The node's failure domain; empty: unknown."""
-    static_store: tuple[str, int] | None = None
-    """MASTER_ADDR and MASTER_PORT, of a job of one node; None: its address, and any free port."""
-    ready: bool = True
-    """Workers can start at once; else `WorkersReady` follows."""
-    readmit: bool = False
-    """Come back although the job has excluded this node."""
 
 
 class HoldfastRendezvous(RendezvousHandler):
     """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
 
-    `log` puts an event on record: its name, its epoch, its fields. `notify` is called, on another
-    thread, when a notice has come; `crashed` when the network's thread has crashed, by default the
-    next call raises.
+    `me` gets its id and its port here; without a name it is called by machine and port, since
+    several agents of one machine are nodes each. `job` is the id of this submission, the same on
+    every node of it. `static_store` is MASTER_ADDR and MASTER_PORT, of a job of one node; else the
+    store has the node's address, and one of `ports`. `log` puts an event on record: its name, its
+    epoch, its fields. `notify` is called, on another thread, when a notice has come; `crashed` when
+    the network's thread has crashed, by default the next call raises. `ready`: workers can start
+    at once; else `WorkersReady` follows. `readmit`: come back although the job has excluded this
+    node.
     """
 
     def __init__(
         self,
-        place: Place,
+        me: Member,
         *,
+        ports: range,
+        run_id: str,
+        job: str,
+        secret: Secret,
+        settings: Settings,
         board: Board,
+        ready: bool,
+        readmit: bool = False,
+        static_store: tuple[str, int] | None = None,
         log: Callable[[str, int | None, dict[str, Any]], None] = lambda _event, _epoch, _fields: (
             None
         ),
         notify: Callable[[], None] = lambda: None,
         crashed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._run_id = place.run_id
+        self._run_id = run_id
         self._crashes: list[BaseException] = []
         self._network = NetworkThread(crashed=crashed or self._crashes.append)
-        badge = Badge(place.secret, "agents", place.run_id)
-        endpoint = Endpoint(self._network, place.address, place.ports, badge=badge)
+        badge = Badge(secret, "agents", run_id)
+        endpoint = Endpoint(self._network, me.address, ports, badge=badge)
         self._network.start()
-        if place.static_store is None:
-            self._store = EpochStore(place.address, place.ports)
+        if static_store is None:
+            self._store = EpochStore(me.address, ports)
         else:
-            name, port = place.static_store
-            self._store = EpochStore(place.address, range(port, port + 1), called=name)
-        node = place.node or f"{socket.gethostname()}:{endpoint.port}"
-        self.me = Member(
+            name, port = static_store
+            self._store = EpochStore(me.address, range(port, port + 1), called=name)
+        node = me.node or f"{socket.gethostname()}:{endpoint.port}"
+        self.me = replace(
+            me,
             agent_id=f"{node}-{os.getpid()}-{os.urandom(4).hex()}",
             node=node,
-            host=place.host or node,
-            address=place.address,
+            host=me.host or node,
             port=endpoint.port,
-            workers=place.workers,
-            snapshot_port=place.snapshot_port,
-            domain=place.domain,
         )
         self._client = MembershipClient(
             me=self.me,
-            job=place.job,
-            settings=place.settings,
+            job=job,
+            settings=settings,
             board=board,
             endpoint=endpoint,
             network=self._network,
             open_store=self._store.open,
             log=log,
             notify=notify,
-            ready=place.ready,
-            readmit=place.readmit,
+            ready=ready,
+            readmit=readmit,
         )
         self._formed: EpochFormed | None = None
         """The newest epoch that was formed."""
@@ -281,11 +262,8 @@ class HoldfastRendezvous(RendezvousHandler):
         if self._asked_to_grow:
             self._client.report(WorkersEnded(epoch=left.epoch, finished=False, step=0))
         else:
-            failure = Failure(
-                kind=Kind.COLLATERAL,
-                action=Action.RESTART,
-                detail=f"torchrun restarts the workers of {self.me.node}",
-            )
+            detail = f"torchrun restarts the workers of {self.me.node}"
+            failure = Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
             self._client.report(
                 WorkersFailed(epoch=left.epoch, local_rank=0, rank=0, step=0, failure=failure)
             )
@@ -311,8 +289,6 @@ class HoldfastRendezvous(RendezvousHandler):
                 self._stopped = notice
             case Warned(text=text):
                 sys.stderr.write(f"holdfast rendezvous: {text}\n")
-            case None:
-                pass
 
     def is_closed(self) -> bool:
         """Whether the job is over."""
@@ -346,20 +322,13 @@ class HoldfastRendezvous(RendezvousHandler):
 class EpochStore:
     """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
 
-    `open` and `close` may be called from different threads, but not at the same time. A client
-    waits `timeout_s` for a key. With the name `called` of this machine, for `MASTER_ADDR`, the
-    store listens on all addresses, as torchrun's does; else on `address`.
+    `open` and `close` may be called from different threads, but not at the same time. With the
+    name `called` of this machine, for `MASTER_ADDR`, the store listens on all addresses, as
+    torchrun's does; else on `address`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        ports: range = range(1),
-        *,
-        timeout_s: float = 300.0,
-        called: str | None = None,
-    ) -> None:
-        self._address, self._ports, self._timeout_s = address, ports, timeout_s
+    def __init__(self, address: str, ports: range = range(1), *, called: str | None = None) -> None:
+        self._address, self._ports = address, ports
         self._called = called or address
         self._listens_on = EVERYWHERE if called else address
         self._store: object | None = None
@@ -373,14 +342,17 @@ class EpochStore:
         """
         assert epoch >= 0
         self.close()
-        listener = self._listen()
+        # Another port than last time, so that a worker too late meets nobody.
+        listener = listen(self._listens_on, self._ports, first=self._next)
         port = int(listener.getsockname()[1])
+        if len(self._ports) > 1:
+            self._next = self._ports.index(port) + 1
         self._store = TCPStore(
             self._address,
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=_KEY_WAIT,
             use_libuv=True,
             master_listen_fd=listener.detach(),  # the store owns it from here
         )
@@ -389,10 +361,3 @@ class EpochStore:
     def close(self) -> None:
         """Stop serving; clients that still wait get an error."""
         self._store = None  # the last reference: torch has no other way
-
-    def _listen(self) -> socket.socket:
-        # Another port than last time, so that a worker too late meets nobody.
-        listener = listen(self._listens_on, self._ports, first=self._next)
-        if len(self._ports) > 1:
-            self._next = self._ports.index(listener.getsockname()[1]) + 1
-        return listener

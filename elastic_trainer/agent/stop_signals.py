@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 STOPS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
@@ -49,15 +49,13 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put back what was there."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def taken(self) -> list[str]:
-        """Return the names of those that came since the last call."""
+        """Return the names of the signals that came since the last call."""
         count = len(self._seen)
         taken, self._seen[:count] = self._seen[:count], []
         return [signal.Signals(number).name for number in taken]

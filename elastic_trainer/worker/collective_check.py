@@ -9,7 +9,6 @@ node opens the store.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import socket
@@ -21,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.storage.files import write_atomic
+from elastic_trainer.storage.files import read_json, write_json
 
 _POLL_S: Final = 0.05
 _BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}
@@ -47,11 +46,11 @@ def serve(folder: str, node: str, backend: str, address: str | None = None) -> N
 
     place, host = Path(folder), address or socket.gethostbyname(socket.gethostname())
     server = _RoundServer(place=place, node=node, host=host, backend=backend)
-    write_atomic(place / f"hello-{node}.json", json.dumps({"pid": os.getpid()}))
+    write_json(place / f"hello-{node}.json", {"pid": os.getpid()})
     number, heard = 1, time.monotonic()
     while not _over(place) and time.monotonic() - heard < _IDLE_S:
-        asked = _read(place / f"round-{number}.json")
-        if asked is None:
+        asked = read_json(place / f"round-{number}.json")
+        if not asked:
             time.sleep(_POLL_S)
             continue
         _take_part(server, number, asked)
@@ -69,8 +68,8 @@ def _take_part(server: _RoundServer, number: int, asked: dict[str, Any]) -> None
     child.start()
     end = time.monotonic() + deadline_s
     later = server.place / f"round-{number + 1}.json"
-    while child.is_alive() and time.monotonic() < end and not later.exists():
-        if _over(server.place):
+    while child.is_alive() and time.monotonic() < end:
+        if later.exists() or _over(server.place):
             break
         child.join(_POLL_S)
     if child.is_alive():
@@ -95,9 +94,9 @@ def _reduce(server: _RoundServer, number: int, group: Sequence[str], deadline_s:
         store = dist.TCPStore(
             server.host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
         )
-        write_atomic(meeting, json.dumps({"host": server.host, "port": store.port}))
+        write_json(meeting, {"host": server.host, "port": store.port})
     else:
-        while (found := _read(meeting)) is None:  # the server kills this process at the deadline
+        while not (found := read_json(meeting)):  # the server kills this process at the deadline
             time.sleep(_POLL_S)
         store = dist.TCPStore(found["host"], found["port"], len(group), timeout=limit)
     dist.init_process_group(
@@ -119,20 +118,10 @@ def _reduce(server: _RoundServer, number: int, group: Sequence[str], deadline_s:
 
     once = seconds(_WARM_UP)
     mean = seconds(max(_WARM_UP, round(_MEASURE_S / once)))
-    write_atomic(
-        server.place / f"answer-{number}-{server.node}.json", json.dumps({"seconds": mean})
-    )
+    write_json(server.place / f"answer-{number}-{server.node}.json", {"seconds": mean})
     dist.barrier()  # the store's process ends last
     if rank == 0:
         time.sleep(_POLL_S)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return found
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ _OF_TORCHRUN: Final[dict[signal.Signals, Any]] = {
     signal.SIGQUIT: signal.SIG_DFL,
 }
 """It handles them itself, so its workers have Python's defaults, whatever it was started with."""
-_OF_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Python ignores them, and programs that it starts do not (subprocess's `restore_signals`)."""
+IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Programs that Python starts do not ignore them (subprocess's `restore_signals`)."""
 _MASK: Final = "mask"
 _FILES: Final = "open files"
 _UNFLUSHED: Final = 120
@@ -73,11 +73,11 @@ _started: Final[dict[str, Any]] = {
     **{str(int(number)): default for number, default in _OF_TORCHRUN.items()},
     _MASK: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
 }
-"""What the agent, or a zygote of its own, was started with."""
+"""What this process, the agent or a zygote, was started with."""
 
 
 def handed_on() -> str:
-    """Return what a zygote is to be told that starts in an interpreter of its own."""
+    """Return what to tell a zygote that starts in a new interpreter."""
     ignored = [name for name, value in _started.items() if value is signal.SIG_IGN]
     mask = sorted(map(int, _started[_MASK]))
     return json.dumps({"ignored": ignored, _MASK: mask, _FILES: _started[_FILES]})
@@ -97,12 +97,6 @@ def undo(ours: dict[str, Any]) -> None:
             put(_started[name])
     # The last one: what came meanwhile is delivered now. What an import holds back stays so.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(HELD) - set(_started[_MASK]))
-
-
-def let_programs_have_signals() -> None:
-    """Undo for a program that is executed what Python has ignored for itself."""
-    for number in _OF_PYTHON:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def draw_apart() -> None:
@@ -295,7 +289,7 @@ def frozen_entry(entry: str, env: Mapping[str, str]) -> str:
     if not code or not source:
         return entry
     path = PurePath(entry)
-    # The copy may lie within the source, as ./runs does by default.
+    # The copy may be within the source, as ./runs does by default.
     if path.is_relative_to(code) or not path.is_relative_to(source):
         return entry
     return str(PurePath(code) / path.relative_to(source))

@@ -86,8 +86,7 @@ _MILLI_BITS = 20
 ) = range(14)
 _TOTALS = 16
 _GAPS = _TOTALS + 16
-_WORDS = _GAPS + len(StepPart) * BUCKETS
-_SIZE = 8 * _WORDS
+_SIZE = 8 * (_GAPS + len(StepPart) * BUCKETS)
 
 
 class Request(enum.IntFlag):
@@ -267,7 +266,7 @@ class Heartbeat:
     def save_served(self) -> None:
         """Worker: no save is asked for any more.
 
-        A count of its own, since a word that both sides change could lose a STOP.
+        A separate count, since a word that both sides change could lose a STOP.
         """
         self._words[_SAVES_SERVED] = self._words[_SAVES_ASKED]
 

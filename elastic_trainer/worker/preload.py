@@ -7,13 +7,12 @@ line costs the first step of every recovery up to seconds when it is missing.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE
+from elastic_trainer.storage.files import read_json
 from elastic_trainer.worker.process import ask_for_a_name
 from elastic_trainer.worker.torch_private import compile_in_this_process, find_cpu_instructions
 
@@ -52,7 +51,9 @@ BOARD = ("elastic_trainer.board.kubernetes_board",)
 
 def preload(env: Mapping[str, str]) -> None:
     """Import what workers of this run will need, and know. `env` is that of the zygote."""
-    job = _job(env)
+    run_dir = env.get("HOLDFAST_RUN_DIR")
+    # What is wrong with it the workers will say.
+    job = read_json(Path(run_dir) / "job.json") if run_dir is not None else {}
     compiles, float8 = (bool(job.get("train", {}).get(key)) for key in ("compile", "float8"))
     on_cpu = job.get("device") == "cpu"
     for name in (
@@ -86,15 +87,3 @@ def _prepare_compiler(env: Mapping[str, str], *, on_cpu: bool) -> None:
         compile_in_this_process()
     if on_cpu:
         find_cpu_instructions()  # it also imports torch.utils.cpp_extension, see COMPILER
-
-
-def _job(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the run's job.json; what is wrong with it the workers will say."""
-    run_dir = env.get("HOLDFAST_RUN_DIR")
-    if run_dir is None:
-        return {}
-    try:
-        job = json.loads((Path(run_dir) / "job.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return job if isinstance(job, dict) else {}

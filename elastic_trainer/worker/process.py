@@ -9,7 +9,7 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> set[int]:
-    """Return the process ids of this process's children, those that wait to be reaped too."""
+    """Return the process ids of this process's children, also of dead ones that were not reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -90,20 +90,20 @@ _SETTERS: Final = (
 
 
 @contextlib.contextmanager
-def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Let libraries that are loaded within have one thread; leave `env` (os.environ) as it was.
+def no_threads() -> Iterator[None]:
+    """Let libraries that are loaded within have one thread; leave os.environ as it was.
 
     `thread_setters` gives them back to the process that has been forked.
     """
-    before = env.get(_OPENBLAS)
-    env[_OPENBLAS] = "1"
+    before = os.environ.get(_OPENBLAS)
+    os.environ[_OPENBLAS] = "1"
     try:
         yield
     finally:
         if before is None:
-            del env[_OPENBLAS]
+            del os.environ[_OPENBLAS]
         else:
-            env[_OPENBLAS] = before
+            os.environ[_OPENBLAS] = before
 
 
 def thread_setters() -> list[Callable[[int], Any]]:
@@ -117,18 +117,14 @@ def thread_setters() -> list[Callable[[int], Any]]:
     return []
 
 
-def blas_threads(env: Mapping[str, str], cpus: int) -> int:
-    """Return how many threads OpenBLAS takes on `cpus` CPUs (blas_get_cpu_number). Pure."""
-    for name in (_OPENBLAS, "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
-        number = re.match(r"\s*\+?(\d+)", env.get(name, ""))
-        if number is not None and int(number[1]) > 0:
-            return min(int(number[1]), cpus)
-    return cpus
-
-
 def give_threads_back(setters: list[Callable[[int], Any]]) -> None:
     """Have libraries run on as many threads as where a process has loaded them itself."""
-    number = blas_threads(os.environ, len(os.sched_getaffinity(0)))
+    number = len(os.sched_getaffinity(0))
+    for name in (_OPENBLAS, "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):  # as blas_get_cpu_number
+        wanted = re.match(r"\s*\+?(\d+)", os.environ.get(name, ""))
+        if wanted is not None and int(wanted[1]) > 0:
+            number = min(int(wanted[1]), number)
+            break
     if number > 1:  # else they have what they need
         for setter in setters:
             setter(number)

@@ -36,14 +36,14 @@ class StepCounter:
         self._hook: Any = None
         self._step = 0
         self._leader: weakref.ref[Any] | None = None
-        """The optimizer whose steps count: the first seen of those that still live."""
+        """The optimizer whose steps count: the first seen that still lives."""
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._from_start = True
         """No optimizer has shown how many steps it had done before this worker began."""
         self._first = 0
         """The first step of this worker that was counted or reported; 0: none yet."""
         self._trained = False
-        """A step was done: an evaluation before the first one is none."""
+        """A step was done; an evaluation before that is part of the start."""
         self._several = False
         """An optimizer came late: perhaps of a second training, which begins at its own step 1."""
 

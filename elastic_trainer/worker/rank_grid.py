@@ -1,8 +1,9 @@
 """All ranks together, without a process group of all ranks.
 
 gloo connects each rank of a group with every other, and each gets every other's address from the
-store: a group of 16,384 takes 16,383 sockets a rank. Here ranks lie on a grid whose axes are short,
-and only the lines of the grid are groups. A collective along each axis in turn is one over all.
+store: a group of 16,384 takes 16,383 sockets a rank. Here ranks are on a grid whose axes are
+short, and only the lines of the grid are groups. A collective along each axis in turn is one over
+all.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class _Unconnected(dist.ProcessGroup):
         return UNCONNECTED
 
 
-def _unconnected(_store: dist.Store, rank: int, size: int, _timeout: timedelta) -> _Unconnected:
-    return _Unconnected(rank, size)
-
-
-dist.Backend.register_backend(UNCONNECTED, _unconnected, devices=["cpu", "cuda"])
+dist.Backend.register_backend(
+    UNCONNECTED,
+    lambda _store, rank, size, _timeout: _Unconnected(rank, size),
+    devices=["cpu", "cuda"],
+)
 
 
 def init_unconnected(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -119,9 +120,8 @@ class RankGrid:
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if self.rank in ranks:
                 self.groups.append(group)
-        self._pair: dist.ProcessGroup | None = None
-        if self.rank >= self._inside or self.rank + self._inside < self.world_size:
-            self._pair = self.groups[-1]
+        is_paired = self.rank >= self._inside or self.rank + self._inside < self.world_size
+        self._pair = self.groups[-1] if is_paired else None
         self._axes: list[tuple[int, int, dist.ProcessGroup]] = []
         """Stride and length, and the group of this rank's line."""
         if self.rank < self._inside:
@@ -157,20 +157,17 @@ class RankGrid:
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each rank its message, where there is one; return those for this rank, by sender.
 
-        A message goes along each axis once: a rank holds its own and those that pass through.
+        A message goes along each axis once: a rank holds its own and what passes through.
         """
         held = [(self.rank, to, raw) for to, raw in messages.items() if raw]
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda _: 0)
         for stride, length, group in self._axes:
-            held = _pass_on(held, group, partial(self._at, stride=stride, length=length))
+            # The place along the axis of the receiver, or of the rank that it is paired with.
+            held = _pass_on(held, group, lambda to, s=stride, n=length: to % self._inside // s % n)
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda to: to // self._inside)
         return {sender: raw for sender, _, raw in sorted(held)}
-
-    def _at(self, rank: int, *, stride: int, length: int) -> int:
-        """Return the place along an axis of `rank`, or of the one it is paired with."""
-        return rank % self._inside // stride % length
 
 
 def shared_grid(use: str, timeout: timedelta) -> RankGrid:

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from elastic_trainer.storage.files import beside
+
 if TYPE_CHECKING:
     import socket
 
@@ -86,20 +88,17 @@ class Secret:
             SecretError: HF520 it cannot be written.
         """
         path = directory / SECRET_NAME
-        fresh = directory / f".{SECRET_NAME}-{os.getpid()}-{os.urandom(8).hex()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _write_private(fresh, self._key.hex().encode() + b"\n")
-            with contextlib.suppress(FileExistsError):  # another was first: theirs counts
-                os.link(fresh, path)
+            with beside(path) as fresh:
+                _write_private(fresh, self._key.hex().encode() + b"\n")
+                with contextlib.suppress(FileExistsError):  # another was first: theirs counts
+                    os.link(fresh, path)
         except OSError as error:
             raise SecretError(
                 f"{path} cannot be made: {error.strerror or error}; grant the agents' user "
                 "write permission there"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
 
 
 def make_secret(directory: Path) -> Secret:
@@ -167,7 +166,6 @@ def load_secret(directory: Path) -> Secret:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
         raise SecretError(
             f"{path} is not a regular file; delete it, the next start makes a new one"
@@ -177,7 +175,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
             f"{path} belongs to user {found.st_uid}, this is user {os.geteuid()}; run all agents "
             "of a run as one user, or delete the file while none runs"
         )
-    if mode & 0o077:
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
         raise SecretError(
             f"{path} has mode {mode:04o}, so others may know it; delete it while no agent of "
             "the run lives, and the next start makes a new one with mode 0600"
@@ -236,25 +234,18 @@ class Handshake:
     """One end of a handshake; give it bytes as they come, send what it returns.
 
     `dials`: this end opened the connection. `ends` are as this end sees them, its own first:
-    (address, port, ...) each. `label` and `context`: see Badge. A `nonce` has NONCE_BYTES.
+    (address, port, ...) each. A `nonce` has NONCE_BYTES.
     """
 
     __slots__ = ("_dials", "_nonce", "_said", "_secret", "_theirs", "_wants", "rest")
 
     def __init__(
-        self,
-        secret: Secret,
-        *,
-        dials: bool,
-        label: str,
-        context: str,
-        ends: tuple[Any, Any],
-        nonce: bytes | None = None,
+        self, badge: Badge, *, dials: bool, ends: tuple[Any, Any], nonce: bytes | None = None
     ) -> None:
-        self._secret, self._dials = secret, dials
+        self._secret, self._dials = badge.secret, dials
         mine, theirs = (f"{end[0]} {end[1]}" for end in ends)
         order = (mine, theirs) if dials else (theirs, mine)
-        self._said = tuple(text.encode() for text in (label, context, *order))
+        self._said = tuple(text.encode() for text in (badge.label, badge.context, *order))
         self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
         assert len(self._nonce) == NONCE_BYTES
         self._theirs = b""
@@ -301,8 +292,8 @@ class Handshake:
     def _take(self, flight: bytes) -> bytes:
         """Answer a whole flight of the other end."""
         if self._dials:
-            self._theirs, proof = flight[len(MAGIC) : _HELLO_BYTES], flight[_HELLO_BYTES:]
-            self._verify(proof)
+            self._theirs = flight[len(MAGIC) : _HELLO_BYTES]
+            self._verify(flight[_HELLO_BYTES:])
             return self._proof(dialer=True)
         if not self._theirs:
             self._theirs, self._wants = flight[len(MAGIC) :], PROOF_BYTES
@@ -337,12 +328,6 @@ class Badge:
     context: str
     """Whom it is for: the run's id."""
 
-    def handshake(self, *, dials: bool, ends: tuple[Any, Any]) -> Handshake:
-        """Return one end of a new handshake."""
-        return Handshake(
-            self.secret, dials=dials, label=self.label, context=self.context, ends=ends
-        )
-
 
 def authenticate(
     sock: socket.socket, badge: Badge, *, server: bool, timeout_s: float
@@ -355,31 +340,27 @@ def authenticate(
     Raises:
         AuthError: the other end is not of this run, or was too slow, or hung up. Close it.
     """
-    before = sock.gettimeout()
+    before, deadline = sock.gettimeout(), time.monotonic() + timeout_s
     try:
-        shake = badge.handshake(dials=not server, ends=(sock.getsockname(), sock.getpeername()))
-        _authenticate(sock, shake, timeout_s)
+        ends = sock.getsockname(), sock.getpeername()
+        shake = Handshake(badge, dials=not server, ends=ends)
+        answer = shake.first()
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AuthError(f"it did not prove itself within {timeout_s:g} s")  # noqa: TRY301
+            sock.settimeout(left)
+            if answer:
+                sock.sendall(answer)
+            if shake.done:
+                break
+            data = sock.recv(shake.needs)
+            if not data:
+                raise AuthError("it hung up")  # noqa: TRY301
+            answer = shake.feed(data)
         sock.settimeout(before)
     except AuthError:
         raise
     except OSError as error:  # a time-out too
         raise AuthError(f"{type(error).__name__}: {error}") from error
     return shake.session()
-
-
-def _authenticate(sock: socket.socket, shake: Handshake, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    answer = shake.first()
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise AuthError(f"it did not prove itself within {timeout_s:g} s")
-        sock.settimeout(left)
-        if answer:
-            sock.sendall(answer)
-        if shake.done:
-            return
-        data = sock.recv(shake.needs)
-        if not data:
-            raise AuthError("it hung up")
-        answer = shake.feed(data)

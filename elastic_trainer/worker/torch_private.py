@@ -161,7 +161,7 @@ def concatenate(meshes: Sequence[Any]) -> Any:
 
 
 def flight_recorder(device: str) -> Callable[[], bytes]:
-    """Return what dumps the recorder of the collectives on `device`: NCCL has one of its own.
+    """Return what dumps the recorder of the collectives on `device`: NCCL has another one.
 
     Where torch has none, what it dumps is empty.
     """

@@ -161,7 +161,7 @@ class Zygote:
         gc.disable()  # what is imported stays: looking for garbage in it is a fifth of the time
         try:
             if self._preload:
-                with no_threads(os.environ):
+                with no_threads():
                     importlib.import_module(self._preload)
         except BaseException as error:  # noqa: BLE001  a fresh worker will say it in its own log
             self._why_fresh = f"{self._preload}: {type(error).__name__}: {error}"
@@ -207,10 +207,12 @@ class Zygote:
             why = "a command of its own"
         elif request["fresh"]:
             why = "asked for"
-        pid = None if why is not None else self._hand_over(request)
-        how = "fresh" if why is not None else "zygote" if pid is None else "standby"
-        if pid is None:
-            pid = self._fork(request, fresh=why is not None)
+        if why is not None:
+            how, pid = "fresh", self._fork(request, fresh=True)
+        elif (standby := self._hand_over(request)) is not None:
+            how, pid = "standby", standby
+        else:
+            how, pid = "zygote", self._fork(request, fresh=False)
         self._workers[pid] = epoch, local_rank
         self._epoch = epoch
         self._send(event="started", epoch=epoch, local_rank=local_rank, pid=pid, how=how, why=why)
@@ -221,18 +223,63 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            links = [standby.sock.fileno() for standby in self._standbys.values()]
-            _become_worker(
-                request,
-                parent=parent,
-                called=self._preload,
-                fresh=fresh,
-                ours=self._ours,
-                setters=self._setters,
-                close=(self._sock.fileno(), self._wake_read, self._wake_write, *links),
-                link=link,
-            )
+            self._become_worker(request, parent=parent, fresh=fresh, link=link)
         return pid
+
+    def _become_worker(
+        self,
+        request: dict[str, Any],
+        *,
+        parent: int,
+        fresh: bool,
+        link: socket.socket | None,
+    ) -> NoReturn:
+        """Turn this forked child into the worker of `request`.
+
+        With `link` to the zygote it is a standby first, and `request` the one to prepare.
+        """
+        code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
+        try:
+            die_with_parent(parent)
+            os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            links = (standby.sock.fileno() for standby in self._standbys.values())
+            for fd in (self._sock.fileno(), self._wake_read, self._wake_write, *links):
+                os.close(fd)
+            if link is not None:
+                request, how = _stand_by(request, link), "standby"
+                born_mono = time.monotonic()
+            prctl(_PR_SET_NAME, WORKER_NAME.encode(), 0, 0, 0)  # until it executes another program
+            _redirect(request, how=how)
+            _bind(request["cpus"])
+            os.chdir(request["cwd"])
+            os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
+            is_main = request["kind"] == "main"
+            if is_main:
+                leave_stops_to_the_agent()
+            fresh_process.undo(self._ours)
+            if is_main:
+                open_files()  # large jobs have many sockets
+            if fresh:
+                _exec(request)
+            faulthandler.enable()
+            answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
+            if not is_main:
+                give_threads_back(self._setters)
+            code = _run(request, called=self._preload)
+        except SystemExit as error:
+            code = fresh_process.exit_code(error.code)
+        except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
+            traceback.print_exc()
+            _write_error_file(error)
+            user_error = fresh and isinstance(error, FileNotFoundError | PermissionError)
+            code = EXIT_USER_ERROR if user_error else 1
+        finally:
+            fresh_process.flush()
+            if code < 0:
+                fresh_process.die_of(-code)
+            os._exit(code & 0xFF)
 
     def _prepare(self, request: dict[str, Any]) -> None:
         """Fork a standby, unless workers are started fresh or there is one."""
@@ -278,23 +325,26 @@ class Zygote:
             _kill_with_group(pid)
 
     def _reap(self) -> None:
-        while (seen := _ended_child()) is not None:
-            pid = seen.si_pid
-            worker = self._workers.pop(pid, None)
-            if worker is not None:
-                _kill_with_group(pid)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._own.discard(pid)
-            for local_rank, standby in list(self._standbys.items()):
-                if standby.pid == pid:
-                    self._standbys.pop(local_rank).sock.close()
-            if worker is not None:  # the others are what workers left behind
-                epoch, local_rank = worker
-                self._send(
-                    event="exited", epoch=epoch, local_rank=local_rank, pid=pid, status=status
-                )
+        # Its pid is reaped, and free for others, only once its group is gone too.
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while (ended := os.waitid(os.P_ALL, 0, look)) is not None:
+                self._bury(ended.si_pid)
         if self._epoch is not None and not self._workers:
             self._clear(self._epoch)
+
+    def _bury(self, pid: int) -> None:
+        worker = self._workers.pop(pid, None)
+        if worker is not None:
+            _kill_with_group(pid)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._own.discard(pid)
+        for local_rank, standby in list(self._standbys.items()):
+            if standby.pid == pid:
+                self._standbys.pop(local_rank).sock.close()
+        if worker is not None:  # the others are what workers left behind
+            epoch, local_rank = worker
+            self._send(event="exited", epoch=epoch, local_rank=local_rank, pid=pid, status=status)
 
     def _clear(self, epoch: int) -> None:
         """Kill what the workers left behind; the death of each brings its own children here."""
@@ -310,77 +360,11 @@ class Zygote:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _ended_child() -> os.waitid_result | None:
-    """Return a child that has ended, not reaped: its pid stays ours until its group is gone too."""
-    try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-
-
 def _kill_with_group(pid: int) -> None:
     """SIGKILL the process group of worker `pid`, and the worker should it lead none yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-
-
-def _become_worker(
-    request: dict[str, Any],
-    *,
-    parent: int,
-    called: str,
-    fresh: bool,
-    ours: dict[str, Any],
-    setters: list[Callable[[int], Any]],
-    close: tuple[int, ...],
-    link: socket.socket | None = None,
-) -> NoReturn:
-    """Turn this forked child into the worker of `request`.
-
-    With `link` to the zygote it is a standby first, and `request` the one to prepare.
-    """
-    code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
-    try:
-        die_with_parent(parent)
-        os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in close:
-            os.close(fd)
-        if link is not None:
-            request, how = _stand_by(request, link), "standby"
-            born_mono = time.monotonic()
-        prctl(_PR_SET_NAME, WORKER_NAME.encode(), 0, 0, 0)  # until it executes another program
-        _redirect(request, how=how)
-        _bind(request.get("cpus"))
-        os.chdir(request["cwd"])
-        os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
-        if request["kind"] == "main":
-            leave_stops_to_the_agent()
-        fresh_process.undo(ours)
-        if request["kind"] == "main":
-            open_files()  # large jobs have many sockets
-        if fresh:
-            fresh_process.let_programs_have_signals()
-            _exec(request)
-        faulthandler.enable()
-        answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
-        if request["kind"] != "main":
-            give_threads_back(setters)
-        code = _run(request, called=called)
-    except SystemExit as error:
-        code = fresh_process.exit_code(error.code)
-    except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
-        traceback.print_exc()
-        _write_error_file(error)
-        user_error = fresh and isinstance(error, FileNotFoundError | PermissionError)
-        code = EXIT_USER_ERROR if user_error else 1
-    finally:
-        fresh_process.flush()
-        if code < 0:
-            fresh_process.die_of(-code)
-        os._exit(code & 0xFF)
 
 
 def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
@@ -458,6 +442,8 @@ def _bind(cpus: str | None) -> None:
 
 
 def _exec(request: dict[str, Any]) -> NoReturn:
+    for number in fresh_process.IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     target, args = request["target"], request["args"]
     safe = ["-P"] if sys.flags.safe_path else []
     argv = {
@@ -531,13 +517,11 @@ def _write_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or Path(path).exists():
         return
-    message = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(error)),
-            "timestamp": str(int(time.time())),
-        },
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
     }
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError as problem:
@@ -586,15 +570,14 @@ def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
     Zygote(sock, preload, parent=parent).serve()
 
 
-def main() -> int:
+def main() -> None:
     """Serve the agent that started this process: `FD AGENT_PID PRELOAD CWD STARTED`."""
     fd, parent, preload, cwd, started = sys.argv[1:]
     fresh_process.take_over(started)
     os.set_inheritable(int(fd), False)
     with socket.socket(fileno=int(fd)) as sock:
         _serve(sock, parent=int(parent), preload=preload, cwd=cwd)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

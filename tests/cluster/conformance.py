@@ -30,8 +30,8 @@ from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_trainer.agent.command.flags import OptionsError
-from elastic_trainer.agent.command.options import Options, parse
+from elastic_trainer.agent.flags import OptionsError
+from elastic_trainer.agent.options import Options, parse
 from elastic_trainer.plan.command import fill, values_of
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch
 from conformance import CASES, PAGE, SECTIONS, Flag, Row, line
 from torch.distributed.run import get_args_parser
 
-from elastic_trainer.agent.command.flags import CONF_TORCH, CONF_UNUSED
+from elastic_trainer.agent.flags import CONF_TORCH, CONF_UNUSED
 
 pytestmark = [
     pytest.mark.skipif(

@@ -221,7 +221,7 @@ class _Link(asyncio.Protocol):
         if self.closing or ends[1] is None:  # the other end has hung up already
             transport.abort()
             return
-        self.handshake = self._endpoint.badge.handshake(dials=self.dialed, ends=ends)
+        self.handshake = Handshake(self._endpoint.badge, dials=self.dialed, ends=ends)
         transport.write(self.handshake.first())
 
     def data_received(self, data: bytes) -> None:

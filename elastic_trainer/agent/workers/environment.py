@@ -15,14 +15,15 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
 from elastic_trainer.agent.membership.notices import EpochFormed, Member
 from elastic_trainer.agent.membership.tasks import Launch
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.wire.addresses import interface_of
-from elastic_trainer.agent.workers.settings import AgentConfig
-from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.state.snapshots.peer import KeeperAddress, write_peers
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, so no disk can stall a heartbeat
 _PREFIX = "holdfast-"
 _LOCK = "owner"
+SNAPSHOTS = "snapshots"
+"""Directory within, for the workers' snapshots."""
 
 
 class Scratch:
@@ -39,7 +40,7 @@ class Scratch:
         _remove_stale(root)
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-{node}-", dir=root))
         self._lock = _lock(self.path)
-        self.snapshots = self.path / "snapshots"
+        self.snapshots = self.path / SNAPSHOTS
         self.snapshots.mkdir(mode=0o700)
 
     def remove(self) -> None:
@@ -48,12 +49,12 @@ class Scratch:
         os.close(self._lock)
 
 
-def make_again(path: Path, snapshots: Path | None) -> bool:
+def make_again(path: Path) -> bool:
     """Make a directory of this process again, and return whether anything of it was missing.
 
     systemd-logind removes it when the user's last session ends (RemoveIPC), or a cleaner of /tmp.
     """
-    wanted = [path] if snapshots is None else [path, snapshots]
+    wanted = path, path / SNAPSHOTS
     if all(each.is_dir() for each in wanted):
         return False
     for each in wanted:
@@ -155,13 +156,13 @@ def _launch(
         "HOLDFAST_NODE": config.me.node,
         "HOLDFAST_ADDRESS": config.me.address,
         "HOLDFAST_HEARTBEAT": heartbeat,
+        "HOLDFAST_SNAPSHOTS": config.scratch / SNAPSHOTS,
+        "HOLDFAST_PEERS": peers,
+        "HOLDFAST_SECRET_DIR": config.secret_dir,
     }
     if config.devices:
         env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": config.devices[worker.local_rank]}
         env["HOLDFAST_LOCAL_RANK"] = worker.local_rank
-    if config.snapshots is not None:
-        env |= {"HOLDFAST_SNAPSHOTS": config.snapshots, "HOLDFAST_PEERS": peers}
-        env["HOLDFAST_SECRET_DIR"] = config.secret_dir
     return Launch(
         local_rank=worker.local_rank,
         rank=worker.global_rank,
@@ -171,12 +172,6 @@ def _launch(
         error_file=error_file,
         cpus=dict(enumerate(config.cpus)).get(worker.local_rank),
     )
-
-
-def next_rung(formed: EpochFormed, ladder: Ladder) -> Rung:
-    """Return the rung of the epoch that follows should one node be lost."""
-    left = len(formed.members) + len(formed.spares) - 1
-    return ladder.rung_for(left) or formed.rung
 
 
 def _write_peers(formed: EpochFormed, scratch: Path) -> Path:

@@ -8,7 +8,7 @@ from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
 from elastic_trainer.agent.hangs.stacks import gather_fronts, held_s, state_of
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
-from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.heartbeat import Section
@@ -53,7 +53,7 @@ class HangMonitor:
         """Local rank -> step and totals at the last report."""
 
     def look(self) -> list[WorkerProgress]:
-        """Read the heartbeats and return how each worker stands."""
+        """Read the heartbeats and return the progress of each worker."""
         now = self._clock()
         late_s = now - self._looked - self._config.tick_s
         self._looked = now
@@ -100,20 +100,16 @@ class HangMonitor:
             return None
         self._paced = now
         beats = {s.local_rank: s.beat for s in self._progress if s.beat.section is Section.STEP}
-        before, self._paces = (
-            self._paces,
-            {
-                local: (beats[local].step, pace.totals_s)
-                for local, pace in self._workers.paces().items()
-                if local in beats
-            },
-        )
+        before = self._paces
+        self._paces = {
+            local: (beats[local].step, pace.totals_s)
+            for local, pace in self._workers.paces().items()
+            if local in beats
+        }
         ranks = []
         for local, target in self._workers.processes().items():
-            (step, totals), (old_step, old) = (
-                self._paces.get(local, _NONE),
-                before.get(local, _NONE),
-            )
+            step, totals = self._paces.get(local, _NONE)
+            old_step, old = before.get(local, _NONE)
             if old and totals and step > old_step:
                 own = tuple((totals[p] - old[p]) / (step - old_step) for p in OWN_PARTS)
                 ranks.append(RankPace(rank=target.rank, lane=beats[local].lane, own_s=own))
@@ -129,7 +125,7 @@ class HangMonitor:
         return {r: fronts for r, (since, fronts) in self._fronts.items() if now - since >= AGREE_S}
 
     def newly_hung(self) -> list[WorkerProgress]:
-        """Return those that hang, or wait for one that does, once for each standstill."""
+        """Return the workers that hang, or wait for one that does, once for each standstill."""
         now_hung = {s.local_rank: s for s in self._progress if s.hangs}
         new = [s for local, s in now_hung.items() if self._hung.get(local) != s.beat.counter]
         self._hung = {local: s.beat.counter for local, s in now_hung.items()}
@@ -137,12 +133,9 @@ class HangMonitor:
 
     def overdue(self) -> WorkerProgress | None:
         """Return the worker that no coordinator has acted upon though it is past its ceiling."""
-        over = [
-            progress
-            for progress in self._progress
-            if progress.idle_s > progress.ceiling_s + self._config.unattributed_s
-        ]
-        return max(over, key=lambda progress: progress.idle_s, default=None)
+        patience_s = self._config.unattributed_s
+        over = [each for each in self._progress if each.idle_s > each.ceiling_s + patience_s]
+        return max(over, key=lambda each: each.idle_s, default=None)
 
     def seen(self, epoch: int, *, stalled: bool, committed: int | None) -> WorkersSeen:
         """Return the report of what `look` saw last; waits FRONTS_S at most for the workers.

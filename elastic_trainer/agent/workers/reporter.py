@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -21,10 +20,10 @@ from elastic_trainer.agent.membership.notices import (
     NodesAwaited,
     WorkersFailed,
 )
-from elastic_trainer.agent.membership.tasks import StandbyReady, WorkerExited, WorkerStarted
+from elastic_trainer.agent.membership.tasks import WorkerExited
+from elastic_trainer.agent.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
-from elastic_trainer.agent.workers.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.event_log import EventLog
@@ -101,7 +100,7 @@ class Voice:
 
 
 class Waiting:
-    """When a wait that begins `now` is to be said: rarely, and the longer it takes the more so."""
+    """Says when to tell of a wait that begins `now`: ever more rarely."""
 
     def __init__(self, now: float) -> None:
         self._next, self._pause_s = now + FIRST_S, FIRST_S
@@ -197,7 +196,7 @@ class Reporter:
         return report
 
     def show(self, epoch: Running, *, stalled: bool) -> None:
-        """Tell the coordinator where the workers stand; also put those that hang on record."""
+        """Tell the coordinator where the workers are; also put hung ones on record."""
         number, committed = epoch.formed.epoch, self._committed(epoch)
         self._membership.report(epoch.monitor.seen(number, stalled=stalled, committed=committed))
         for worker in epoch.monitor.newly_hung():
@@ -239,15 +238,6 @@ class Reporter:
             action=failure.action if failure else None,
             detail=failure.detail if failure else detail,
         )
-
-    def started(self, started: WorkerStarted) -> None:
-        """Put the start of a worker on record."""
-        fields = dataclasses.asdict(started)
-        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
-
-    def standby(self, ready: StandbyReady) -> None:
-        """Put on record that a process waits for the next epoch."""
-        self._log.emit("standby.ready", **dataclasses.asdict(ready))
 
     def phase(self, phase: str, begin: float) -> None:
         """Put a phase of a recovery on record: from `begin` until now."""
@@ -295,7 +285,7 @@ class Reporter:
             self.say(f"restart: epoch {formed.epoch} on {on}; {formed.reason}")
 
     def aborted(self, notice: EpochAborted) -> None:
-        """Say why an epoch ends, where this node has not said it of its own workers."""
+        """Say why an epoch ends, unless this node has said it of its workers."""
         if self._told < notice.epoch:
             self._told = notice.epoch
             logs = [f"\n  log: {self._config.log_dir.parent / node}" for node in notice.victims]

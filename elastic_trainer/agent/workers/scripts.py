@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from elastic_trainer.agent.hangs.stacks import size_of
 from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
-from elastic_trainer.agent.workers.tail import Followed, LogFollower
+from elastic_trainer.agent.workers.tail import LogFollower, LogTail
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.command import fill, values_of
 from elastic_trainer.record.event_log import EventLog
@@ -90,7 +90,7 @@ class Scripts:
         self._speaks = False
         """This node has rank 0, so it speaks for the script."""
         self._begun: dict[int, Beat] = {}
-        """Local rank -> its newest reading, of those that have shown a step in this epoch."""
+        """Local rank -> its newest reading, of workers that have shown a step in this epoch."""
         self._reached = 0
         """The newest step of this node's workers in this epoch."""
         self._was: Shown | None = None
@@ -111,13 +111,15 @@ class Scripts:
         self._go_on_from(formed.epoch, speaks=any(launch.rank == 0 for launch in launches))
         dressed = [self._dressed(launch, formed) for launch in launches]
         if self._follower is not None:
-            followed = [
-                Followed(launch.local_rank, std, path, size_of(path), launch.rank)
+            logs = [
+                LogTail(
+                    path, size_of(path), std=std, local_rank=launch.local_rank, rank=launch.rank
+                )
                 for launch in dressed
                 for std, path in ((Std.OUT, launch.log), (Std.ERR, launch.error_log))
                 if path is not None
             ]
-            self._follower.follow(formed.epoch, followed)
+            self._follower.follow(formed.epoch, logs)
         return dressed
 
     def _dressed(self, launch: Launch, formed: EpochFormed) -> Launch:
@@ -309,12 +311,12 @@ class Scripts:
         stop = self._stop
         if stop is None or self.take_requests(workers):
             return  # they leave at a step that they agree on
-        for local_rank, pid in workers.pids().items():
+        for local_rank, process in workers.processes().items():
             if local_rank not in stop.signalled:
                 stop.signalled.add(local_rank)
                 self._log.emit(
                     "worker.signalled",
-                    pid=pid,
+                    pid=process.pid,
                     local_rank=local_rank,
                     request="stop" if Request.STOP in stop.request else "growth",
                     signal=stop.number.name,

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -18,7 +18,7 @@ from typing import IO
 
 from torch.distributed.elastic.multiprocessing import Std
 
-from elastic_trainer.agent.command.flags import Streams
+from elastic_trainer.agent.flags import Streams
 
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
@@ -30,14 +30,19 @@ CLOSE_S = 2.0
 
 
 class LogTail:
-    """What one file grows by, in whole lines, at most `CHUNK_BYTES` at a time.
+    """What one log of one worker grows by, in whole lines, at most `CHUNK_BYTES` at a time.
 
-    A carriage return ends a line too: progress bars have no other.
+    A carriage return ends a line too: progress bars have no other. This epoch's part of the file
+    begins at byte `offset`.
     """
 
-    def __init__(self, path: Path, offset: int) -> None:
-        self._path, self._offset = path, offset
-        self._rest = b""
+    def __init__(
+        self, path: Path, offset: int, *, std: Std = Std.OUT, local_rank: int = 0, rank: int = 0
+    ) -> None:
+        self.path, self.std, self.local_rank, self.rank = path, std, local_rank, rank
+        self.is_amid_line = False
+        """The console has the beginning of a line of which more is to come."""
+        self._offset, self._rest = offset, b""
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         """A line that is cut may be cut within a character."""
         self._file: IO[bytes] | None = None
@@ -49,9 +54,9 @@ class LogTail:
             OSError: the file is there and cannot be read.
         """
         if self._file is None:
-            if not self._path.exists():
+            if not self.path.exists():
                 return ""
-            self._file = self._path.open("rb")
+            self._file = self.path.open("rb")
             self._file.seek(self._offset)
         end, data = 0, self._rest
         while end == 0 and (read := self._file.read(CHUNK_BYTES)):
@@ -70,42 +75,12 @@ class LogTail:
         return self._decode(rest, True)
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """One log of one worker."""
-
-    local_rank: int
-    std: Std
-    path: Path
-    offset: int
-    """Where this epoch's part begins, in bytes."""
-    rank: int = 0
-
-
-@dataclass(slots=True)
-class _Open:
-    followed: Followed
-    tail: LogTail
-    amid: bool = False
-    """The console has the beginning of a line of which more is to come."""
-
-
-@dataclass(slots=True)
-class _Found:
-    """Steps found in a worker's logs."""
-
-    step: int = 0
-    times: int = 0
-    """How often the step has changed: a sign of progress each."""
-    first: int = 0
-    """The first step above 0."""
-
-
 @dataclass(slots=True)
 class _Tailed:
     number: int
-    logs: list[_Open]
-    found: dict[int, _Found] = field(default_factory=dict)
+    logs: list[LogTail]
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """See `LogFollower.steps`."""
 
 
 class LogFollower:
@@ -135,22 +110,22 @@ class LogFollower:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
-    def follow(self, epoch: int, logs: Sequence[Followed]) -> None:
+    def follow(self, epoch: int, logs: list[LogTail]) -> None:
         """Continue with the logs of a new epoch, once the last one's are read to their end."""
-        opened = [_Open(log, LogTail(log.path, log.offset)) for log in logs]
         with self._changed:
-            self._epochs.append(_Tailed(epoch, opened))
+            self._epochs.append(_Tailed(epoch, logs))
             self._changed.notify()
         if not self._thread.is_alive():
             self._thread.start()
 
     def steps(self, epoch: int) -> dict[int, tuple[int, int, int]]:
-        """Return local rank -> (step, changes, first step above 0) in the logs of `epoch`."""
+        """Return local rank -> (step, changes, first step above 0) in the logs of `epoch`.
+
+        A change of the step is a sign of progress.
+        """
         with self._changed:
-            found = self._epochs[-1] if self._epochs else None
-            if found is None or found.number != epoch:
-                return {}
-            return {rank: (each.step, each.times, each.first) for rank, each in found.found.items()}
+            newest = self._epochs[-1] if self._epochs else None
+            return dict(newest.found) if newest is not None and newest.number == epoch else {}
 
     def shows(self, local_rank: int, std: Std) -> bool:
         """Return whether the console has a stream of a worker."""
@@ -171,10 +146,8 @@ class LogFollower:
         while True:
             with self._changed:
                 closed, epochs = self._closed, list(self._epochs)
-            more = False
-            for epoch in epochs:
-                more |= self._read(epoch)
-            if more:
+            more = [self._read(epoch) for epoch in epochs]
+            if any(more):
                 continue
             for epoch in epochs if closed else epochs[:-1]:
                 self._finish(epoch)
@@ -191,22 +164,22 @@ class LogFollower:
         more = False
         for log in epoch.logs:
             try:
-                text = log.tail.read()
+                text = log.read()
             except OSError as error:  # a lost disk must not stop training
-                self._show(log, f"(the log {log.followed.path} cannot be read: {error})\n")
-                log.tail.close()
+                self._show(log, f"(the log {log.path} cannot be read: {error})\n")
+                log.close()
                 epoch.logs = [each for each in epoch.logs if each is not log]
                 continue
             if text:
                 more, text = True, _HEADER.sub("", text)
-                self._look(epoch, log.followed.local_rank, text)
+                self._look(epoch, log.local_rank, text)
                 self._show(log, text)
         return more
 
     def _finish(self, epoch: _Tailed) -> None:
         for log in epoch.logs:
-            if rest := log.tail.close():
-                self._look(epoch, log.followed.local_rank, rest)
+            if rest := log.close():
+                self._look(epoch, log.local_rank, rest)
                 self._show(log, rest + "\n")
         epoch.logs = []
 
@@ -223,24 +196,23 @@ class LogFollower:
         if step < 0:
             return
         with self._changed:
-            found = epoch.found.setdefault(local_rank, _Found())
-            found.first = found.first or next((each for each in steps if each > 0), 0)
-            if found.times == 0 or step != found.step:
-                found.step, found.times = step, found.times + 1
+            before, changes, first = epoch.found.get(local_rank, (0, 0, 0))
+            first = first or next((each for each in steps if each > 0), 0)
+            changes += changes == 0 or step != before
+            epoch.found[local_rank] = step, changes, first
 
-    def _show(self, log: _Open, text: str) -> None:
+    def _show(self, log: LogTail, text: str) -> None:
         """Write to the console, with a prefix before every line where it is asked for."""
-        local_rank, std = log.followed.local_rank, log.followed.std
-        if not text or not self.shows(local_rank, std):
+        if not text or not self.shows(log.local_rank, log.std):
             return
-        if std in self._streams[local_rank].prefix:
+        if log.std in self._streams[log.local_rank].prefix:
             head = self._prefix.safe_substitute(
-                role_name=self._role, rank=log.followed.rank, local_rank=local_rank
+                role_name=self._role, rank=log.rank, local_rank=log.local_rank
             )
             lines = re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text)
-            text = ("" if log.amid else head) + head.join(lines)
-            log.amid = lines[-1][-1:] not in "\r\n"
-        console = self._console[std]
+            text = ("" if log.is_amid_line else head) + head.join(lines)
+            log.is_amid_line = lines[-1][-1:] not in "\r\n"
+        console = self._console[log.std]
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             console.write(text)
             console.flush()

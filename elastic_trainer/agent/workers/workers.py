@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ from elastic_trainer.agent.membership.tasks import (
 )
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
+from elastic_trainer.storage.files import read_json
 from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.worker.worker_answers import forget_answers
 
@@ -100,11 +100,6 @@ class Workers:
         return self._zygote.fileno()
 
     @property
-    def zygote_pid(self) -> int:
-        """Process id of the zygote."""
-        return self._zygote.pid
-
-    @property
     def alive(self) -> int:
         """How many workers were launched and are not known to have ended."""
         return len(self._epoch.workers)
@@ -121,22 +116,16 @@ class Workers:
                 Heartbeat(launch.heartbeat, create=True),
                 size_of(launch.error_log or launch.log),
             )
-            self._unsent.append(
-                {
-                    "op": "start",
-                    "epoch": epoch,
-                    "local_rank": launch.local_rank,
-                    "kind": self.task.kind,
-                    "target": self.task.target,
-                    "args": list(self.task.args if launch.args is None else launch.args),
-                    "fresh": self.task.fresh,
-                    "cwd": self.task.cwd,
-                    "env": dict(launch.env),
-                    "log": str(launch.log),
-                    "error_log": str(launch.error_log) if launch.error_log else None,
-                    "count_steps": self.task.count_steps,
-                    "cpus": launch.cpus,
-                }
+            self._ask(
+                "start",
+                launch,
+                launch.env,
+                epoch=epoch,
+                args=list(self.task.args if launch.args is None else launch.args),
+                fresh=self.task.fresh,
+                log=str(launch.log),
+                error_log=str(launch.error_log) if launch.error_log else None,
+                count_steps=self.task.count_steps,
             )
         self._flush()
 
@@ -148,19 +137,20 @@ class Workers:
         if self.task.fresh or self.task.kind == "command":
             return  # these start by exec
         for worker in self._epoch.workers.values():
-            launch = worker.launch
-            self._unsent.append(
-                {
-                    "op": "standby",
-                    "local_rank": launch.local_rank,
-                    "kind": self.task.kind,
-                    "target": self.task.target,
-                    "env": {**launch.env, **env},
-                    "cwd": self.task.cwd,
-                    "cpus": launch.cpus,
-                }
-            )
+            self._ask("standby", worker.launch, {**worker.launch.env, **env})
         self._flush()
+
+    def _ask(self, op: str, launch: Launch, env: Mapping[str, str], **more: Any) -> None:
+        request = {
+            "op": op,
+            "local_rank": launch.local_rank,
+            "kind": self.task.kind,
+            "target": self.task.target,
+            "env": dict(env),
+            "cwd": self.task.cwd,
+            "cpus": launch.cpus,
+        }
+        self._unsent.append(request | more)
 
     def poll(self, timeout_s: float = 0.0) -> list[Happening]:
         """Return what has happened, maybe nothing; wait up to `timeout_s` for the zygote's word."""
@@ -171,10 +161,6 @@ class Workers:
     def beats(self) -> dict[int, Beat]:
         """Return local rank -> newest reading, of the workers that run."""
         return {rank: worker.heartbeat.read() for rank, worker in self._epoch.workers.items()}
-
-    def pids(self) -> dict[int, int]:
-        """Return local rank -> process id, of the workers that have started."""
-        return {rank: worker.pid for rank, worker in self._epoch.workers.items() if worker.pid}
 
     def send(self, local_rank: int, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to one worker, or to all that it started; nothing when it has ended."""
@@ -209,7 +195,7 @@ class Workers:
         """SIGKILL every worker and all they started; wait until all are gone, at most `deadline_s`.
 
         Returns:
-            Those that ended, and the process ids of those that could not be made to.
+            The workers that ended, and the ids of processes that could not be made to.
         """
         deadline = self._clock() + deadline_s
         if not self.ready:  # nothing was sent yet, so nobody is there to be killed
@@ -279,24 +265,21 @@ class Workers:
             self._replace_zygote(str(error))
             return
         for message in messages:
-            if message["event"] == "ready":
+            event = message.pop("event")
+            if event == "ready":
                 self.ready = True
                 self._flush()
-                continue
-            if message["event"] == "standby":
-                del message["event"]
+            elif event == "standby":
                 self._found.append(StandbyReady(**message))
-                continue
-            if message["epoch"] != self._epoch.number:
-                continue  # of an epoch that was given up
-            if message["event"] == "cleared":
+            elif message["epoch"] != self._epoch.number:
+                pass  # of an epoch that was given up
+            elif event == "cleared":
                 self.cleared = True
-                continue
-            worker = self._epoch.workers.get(message["local_rank"])
-            if worker is not None and message["event"] == "started":
-                self._started(worker, message)
-            elif worker is not None:
-                self._exited(message["local_rank"], worker, message["status"])
+            elif (worker := self._epoch.workers.get(message["local_rank"])) is not None:
+                if event == "started":
+                    self._started(worker, message)
+                else:
+                    self._exited(message["local_rank"], worker, message["status"])
 
     # -- workers --------------------------------------------------------------------------
 
@@ -317,7 +300,6 @@ class Workers:
         )
 
     def _exited(self, local_rank: int, worker: _Local, status: int) -> None:
-        record = _read_record(worker.launch.error_file)
         killed = status == -int(signal.SIGKILL)
         tail = ""
         if killed and self._oom_kills() > self._epoch.oom_kills:
@@ -331,7 +313,7 @@ class Workers:
                 pid=worker.pid,
                 code=status if status >= 0 else None,
                 signal=-status if status < 0 else None,
-                record=record,
+                record=read_json(worker.launch.error_file) or None,  # torn by its end
                 error_file=worker.launch.error_file,
                 log=worker.launch.error_log or worker.launch.log,
                 log_tail=tail,
@@ -356,14 +338,6 @@ class Workers:
         # A zygote that is gone took its workers along; `_read` will find out.
         with contextlib.suppress(ZygoteDiedError):
             self._zygote.send(op="kill")
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or torn by the worker's end
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _read_tail(worker: _Local) -> str:

@@ -59,23 +59,19 @@ class ZygoteClient:
 
     @classmethod
     def spawned(cls, *, preload: str, env: Mapping[str, str], cwd: str) -> ZygoteClient:
-        """Start a zygote in an interpreter of its own: this process may have threads."""
+        """Start a zygote in a new interpreter: this process may have threads."""
         _assert_main_thread()
         adopt_orphans()
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.set_inheritable(True)
             # -P passes on: no module of the working directory shadows a library.
-            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
-            command += [
-                "-m",
-                "elastic_trainer.worker.zygote",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            safe = ["-P"] if sys.flags.safe_path else []
+            command = [sys.executable, *safe, "-u", "-m", "elastic_trainer.worker.zygote"]
+            ends = [str(theirs.fileno()), str(os.getpid())]
             pid = os.posix_spawn(
                 sys.executable,
-                [*command, preload, cwd, handed_on()],
+                [*command, *ends, preload, cwd, handed_on()],
                 env,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
                 setsigmask=HELD,
@@ -121,7 +117,7 @@ class ZygoteClient:
         """Kill the zygote, its workers and what they started. May be called twice.
 
         Returns:
-            The process ids of those that have not ended within `timeout_s`.
+            The ids of processes that have not ended within `timeout_s`.
         """
         self._bury("closed")
         deadline = time.monotonic() + timeout_s

@@ -25,10 +25,10 @@ from elastic_trainer.agent.membership.notices import (
     WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import Task
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.workers.environment import Scratch
 from elastic_trainer.agent.workers.group import JobResult
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.event_log import EventLog
@@ -140,6 +140,7 @@ class Bench:
             me=me,
             workers=self.num_workers,
             scratch=scratch,
+            secret_dir=self.tmp_path,
             log_dir=self.tmp_path / "logs" / "0" / me.node,
             stacks_dir=self.tmp_path / "stacks",
             hang_ceiling_s=60.0,
@@ -185,7 +186,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     for workers in bench.zygotes:
-        assert t.gone(workers.zygote_pid)
+        assert t.gone(workers._zygote.pid)
 
 
 def named(events: list[Event], name: str) -> list[Event]:

@@ -238,7 +238,7 @@ def test_a_failure_says_whether_a_step_was_done_before(bench: Bench, stepped: bo
         m.say(formed(3, ME))
         if stepped:
             m.expect(WorkersRunning)
-            os.kill(bench.zygotes[0].zygote_pid, signal.SIGKILL)
+            os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
         failed = m.expect(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
         assert failed.stepped is stepped
@@ -410,7 +410,7 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
         for epoch in range(2):
             m.say(formed(epoch, ME))
             t.until(lambda: len(bench.reports()) == 2, "not started")
-            os.kill(bench.zygotes[0].zygote_pid, signal.SIGKILL)
+            os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
             failed = m.expect(WorkersFailed)
             assert isinstance(failed, WorkersFailed)
             assert failed.epoch == epoch
@@ -419,7 +419,7 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
                 path.unlink()
         assert "zygote died 2 times" in m.expect(NodeLeaving).reason
         # A coordinator stays, but starts no third one.
-        t.until(lambda: t.gone(bench.zygotes[0].zygote_pid), "a third zygote")
+        t.until(lambda: t.gone(bench.zygotes[0]._zygote.pid), "a third zygote")
         m.say(formed(2, OTHER, spares=(ME,)))
         m.no_more_reports()
 
@@ -431,22 +431,20 @@ def test_a_directory_in_memory_that_is_removed_is_made_again(
 ) -> None:
     """As by systemd-logind at the end of a user's last session."""
     bench.env["CHILD_ACT"] = "train"
-    bench.config = {"snapshots": bench.tmp_path / "kept", "secret_dir": bench.tmp_path}
 
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         m.expect(WorkersRunning)
         (scratch,) = bench.tmp_path.glob("holdfast-*")
-        for path in (scratch, bench.tmp_path / "kept"):
-            shutil.rmtree(path)
+        shutil.rmtree(scratch)
         m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
         m.say(formed(1, ME))
         m.expect(WorkersRunning)
         assert (scratch / "owner").is_file()
-        assert (bench.tmp_path / "kept").is_dir()
+        assert (scratch / "snapshots").is_dir()
 
     bench.run(script)
-    assert capfd.readouterr().err.count(" was removed") == 2  # the first epoch made `kept`
+    assert capfd.readouterr().err.count(" was removed") == 1
 
 
 @pytest.mark.parametrize("of_memory", [False, True])
@@ -463,7 +461,7 @@ def test_a_zygote_that_dies_where_workers_have_run_is_not_held_against_the_node(
             before = workers._oom_kills()
             if of_memory:
                 monkeypatch.setattr(workers, "_oom_kills", lambda before=before: before + 1)
-            os.kill(workers.zygote_pid, signal.SIGKILL)
+            os.kill(workers._zygote.pid, signal.SIGKILL)
             failed = m.expect(WorkersFailed)
             assert isinstance(failed, WorkersFailed)
             assert failed.failure.kind is (Kind.OUT_OF_MEMORY if of_memory else Kind.COLLATERAL)
@@ -476,10 +474,10 @@ def test_a_zygote_that_dies_where_workers_have_run_is_not_held_against_the_node(
 
 def test_a_zygote_that_dies_before_any_epoch_twice_is_a_bad_node(bench: Bench) -> None:
     def script(m: ScriptedMembership) -> None:
-        first = bench.zygotes[0].zygote_pid
+        first = bench.zygotes[0]._zygote.pid
         os.kill(first, signal.SIGKILL)
-        t.until(lambda: bench.zygotes[0].zygote_pid != first, "not replaced")
-        os.kill(bench.zygotes[0].zygote_pid, signal.SIGKILL)
+        t.until(lambda: bench.zygotes[0]._zygote.pid != first, "not replaced")
+        os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
         assert "zygote died 2 times" in m.expect(NodeLeaving).reason
 
     bench.run(script)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_trainer.agent import metrics as agent_metrics
 from elastic_trainer.agent.membership.notices import Member
 from elastic_trainer.agent.metrics import EPOCH, NodeMetrics, write_targets
-from elastic_trainer.agent.workers.settings import STATES, NodeStatus
+from elastic_trainer.agent.settings import STATES, NodeStatus
 from elastic_trainer.record.failures import Kind
 
 NOW = 1_800_000_000.0

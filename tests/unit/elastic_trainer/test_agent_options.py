@@ -13,10 +13,10 @@ from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent import node
-from elastic_trainer.agent.command.flags import OptionsError
-from elastic_trainer.agent.command.options import Options, parse
+from elastic_trainer.agent.flags import OptionsError
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.main import main
+from elastic_trainer.agent.options import Options, parse
 from elastic_trainer.plan.command import fill
 from elastic_trainer.plan.config import (
     CheckpointSection,
@@ -67,7 +67,7 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     assert (options.workers, sizes(options)) == (2, [4, 2])
     assert options.elastic.hang_ceiling_s == 7.0
     assert options.network.ports == "29400-29409"
-    assert (options.run_dir, options.board_dir) == (tmp_path, tmp_path / "board")
+    assert (options.run_dir, options.record_dir) == (tmp_path, tmp_path)
     assert options.notes == ()
     assert (options.task.kind, options.task.target) == ("main", "elastic_trainer.train.main")
 
@@ -350,7 +350,6 @@ def test_one_machine_needs_no_endpoint_and_each_job_is_one_of_its_own(
     options = parse(argv, {})
     assert (sizes(options), options.workers) == ([1], 2)
     assert options.record_dir == tmp_path / options.run_id
-    assert options.board_dir.parent == options.record_dir
     assert str(options.record_dir) in options.notes[-1]
     assert parse(argv, {}).run_id != options.run_id, "two jobs, as under torchrun"
     named = parse(["--rdzv-id", "7", *argv], {})
@@ -360,7 +359,6 @@ def test_one_machine_needs_no_endpoint_and_each_job_is_one_of_its_own(
 def test_jobs_share_an_endpoint_by_their_ids(tmp_path: Path) -> None:
     argv = ["--rdzv-endpoint", str(tmp_path), "--nnodes", "1:2", "--nproc-per-node", "2"]
     options = parse([*argv, "--rdzv-id", "7", "--role", "trainer", "--no-python", "sh"], {})
-    assert options.board_dir == tmp_path / "7" / "board"
     assert options.record_dir == tmp_path / "7"
     assert options.role == "trainer"
     assert [rung.layout.label for rung in options.ladder.rungs] == ["dp4", "dp2"]

@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import Std
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import Streams
+from elastic_trainer.agent.flags import Streams
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     StopAsked,
@@ -24,9 +24,9 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import Launch, Task
+from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.event_log import EventLog
@@ -432,7 +432,7 @@ def run(
     **record: Any,
 ) -> list[Event]:
     """Run one agent until the played coordinator stops the job; return its events."""
-    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "snapshots").mkdir(parents=True)
     waker = Waker()
     log = EventLog(tmp_path, "agent", node="n1")
     membership = a.ScriptedMembership(waker, play)
@@ -442,6 +442,7 @@ def run(
             me=a.ME,
             workers=2,
             scratch=tmp_path / "scratch",
+            secret_dir=tmp_path,
             log_dir=tmp_path / "logs",
             stacks_dir=tmp_path / "stacks",
             hang_ceiling_s=30.0,

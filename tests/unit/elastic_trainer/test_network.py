@@ -27,6 +27,7 @@ from elastic_trainer.worker.secret import (
     TAG_BYTES,
     AuthError,
     Badge,
+    Handshake,
     Secret,
 )
 
@@ -189,7 +190,7 @@ def test_a_listener_refuses_a_dialer_that_a_relay_has_deceived(owners):
     two = owners()
     with socket.create_connection(("127.0.0.1", two.endpoint.port), DEADLINE_S) as sock:
         ends = (sock.getsockname(), ("127.0.0.1", 9))  # what it believes to have dialed
-        shake = BADGE.handshake(dials=True, ends=ends)
+        shake = Handshake(BADGE, dials=True, ends=ends)
         sock.sendall(shake.first())
         challenge = sock.recv(4096)
         shake._theirs = challenge[len(MAGIC) : len(MAGIC) + NONCE_BYTES]

@@ -41,8 +41,8 @@ DIALER, LISTENER = ("10.0.0.1", 40001), ("10.0.0.2", 29400)
 
 def shake(*, dials, secret=None, nonce=None, ends=None, **port):
     ends = ends or ((DIALER, LISTENER) if dials else (LISTENER, DIALER))
-    port = {**PORT, **port}
-    return Handshake(secret or Secret(KEY), dials=dials, nonce=nonce, ends=ends, **port)
+    badge = Badge(secret or Secret(KEY), **{**PORT, **port})
+    return Handshake(badge, dials=dials, nonce=nonce, ends=ends)
 
 
 def converse(dialer, listener):

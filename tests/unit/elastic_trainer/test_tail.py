@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import Std
 
-from elastic_trainer.agent.command.flags import Streams
-from elastic_trainer.agent.workers.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
+from elastic_trainer.agent.flags import Streams
+from elastic_trainer.agent.workers.tail import CHUNK_BYTES, LogFollower, LogTail
 
 ALL = Streams(console=Std.ALL)
 
@@ -79,10 +79,10 @@ def follow() -> Callable[..., tuple[LogFollower, io.StringIO, io.StringIO]]:
     return make
 
 
-def followed(folder: Path, local_rank: int) -> list[Followed]:
+def followed(folder: Path, local_rank: int) -> list[LogTail]:
     return [
-        Followed(local_rank, Std.OUT, folder / f"{local_rank}.out", 0),
-        Followed(local_rank, Std.ERR, folder / f"{local_rank}.err", 0),
+        LogTail(folder / f"{local_rank}.out", 0, local_rank=local_rank),
+        LogTail(folder / f"{local_rank}.err", 0, std=Std.ERR, local_rank=local_rank),
     ]
 
 
@@ -125,9 +125,9 @@ def test_a_long_line_has_one_prefix(tmp_path: Path, follow) -> None:
 
 def test_an_epoch_is_shown_to_its_end_before_it_is_forgotten(tmp_path: Path, follow) -> None:
     follower, out, _ = follow(r0=ALL)
-    follower.follow(1, [Followed(0, Std.OUT, tmp_path / "one", 0)])
+    follower.follow(1, [LogTail(tmp_path / "one", 0)])
     append(tmp_path / "one", "step 1\nlast words")
-    follower.follow(2, [Followed(0, Std.OUT, tmp_path / "two", 0)])
+    follower.follow(2, [LogTail(tmp_path / "two", 0)])
     append(tmp_path / "two", "step 2\n")
     t.until(lambda: follower.steps(2) == {0: (2, 1, 2)}, "no step")
     t.until(lambda: "last words\n" in out.getvalue(), "not shown")
@@ -155,7 +155,7 @@ def test_prefixes_are_made_of_the_users_template(tmp_path: Path) -> None:
     prefix = "${role_name} ${rank}/${local_rank} ${other} $$ "
     streams = {1: Streams(console=Std.OUT, prefix=Std.OUT)}
     follower = LogFollower(streams, None, role="r", prefix=prefix, out=out)
-    follower.follow(1, [Followed(1, Std.OUT, tmp_path / "log", 0, rank=5)])
+    follower.follow(1, [LogTail(tmp_path / "log", 0, local_rank=1, rank=5)])
     append(tmp_path / "log", "a\nb\n")
     t.until(lambda: out.getvalue().count("\n") == 2, "not shown")
     follower.close()

@@ -125,7 +125,7 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert (started.how, started.why) == ("zygote", None)
     assert (ended.code, ended.signal, ended.record) == (0, None, None)
     report = json.loads((tmp_path / "report.0").read_text())
-    assert report["preloaded_in"] == workers.zygote_pid == report["ppid"]
+    assert report["preloaded_in"] == workers._zygote.pid == report["ppid"]
     assert report["pid"] == started.pid == ended.pid == report["pgid"]
     assert report["cwd"] == str(tmp_path)
     assert report["argv"] == [CHILD]
@@ -181,7 +181,7 @@ workers.launch(3, [launch(tmp_path, CHILD_REPORT=str(tmp_path / "report"))])
 started, ended = run_one(workers)
 os.kill(zygote.pid, 9)
 lost, = gather(workers, bool)
-print(json.dumps([zygote.pid, started.how, ended.code, lost.detail, workers.zygote_pid]))
+print(json.dumps([zygote.pid, started.how, ended.code, lost.detail, workers._zygote.pid]))
 workers.close()
 """
 
@@ -349,13 +349,13 @@ def test_a_zygote_that_dies_takes_its_workers_and_is_replaced(
 ) -> None:
     workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
     (started,) = until_started(workers)
-    first = workers.zygote_pid
+    first = workers._zygote.pid
     os.kill(first, signal.SIGKILL)
     seen = gather(workers, lambda s: len(exits(s)) == 1)
     assert isinstance(seen[0], ZygoteLost)
     assert seen[0] == ZygoteLost(detail="signal SIGKILL", workers=1, unreapable=())
     assert gone(started.pid)
-    assert workers.zygote_pid != first
+    assert workers._zygote.pid != first
     workers.launch(1, [launch(tmp_path)])
     assert until_exited(workers)[0].code == 0
 
@@ -363,7 +363,7 @@ def test_a_zygote_that_dies_takes_its_workers_and_is_replaced(
 def test_a_zygote_that_does_not_answer_is_replaced(workers: Workers, tmp_path: Path) -> None:
     workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
     (started,) = until_started(workers)
-    os.kill(workers.zygote_pid, signal.SIGSTOP)
+    os.kill(workers._zygote.pid, signal.SIGSTOP)
     ended, unreapable = workers.kill_all(0.5)
     assert ([e.pid for e in ended], unreapable) == ([started.pid], [])
     assert gone(started.pid)
@@ -614,11 +614,11 @@ def test_a_daemon_that_a_worker_started_ends_before_its_epoch(
         until_exited(workers)
         until(lambda: workers.poll(0.1) or workers.cleared, "not cleared")
         assert gone(daemon)
-    zygote = workers.zygote_pid
+    zygote = workers._zygote.pid
     _, unreapable = workers.kill_all(10.0)
     assert not Path(f"/proc/{daemon}").exists()
     assert unreapable == []
-    assert workers.zygote_pid == zygote
+    assert workers._zygote.pid == zygote
     assert workers.cleared
 
 
@@ -648,7 +648,7 @@ def test_daemons_end_with_a_zygote_that_dies_or_does_not_answer(
     daemon = until_written(tmp_path / "daemon")
     other = subprocess.Popen(["sleep", "600"])  # what else the agent has started is not theirs
     try:
-        os.kill(workers.zygote_pid, number)
+        os.kill(workers._zygote.pid, number)
         _, unreapable = workers.kill_all(0.5)
         assert not Path(f"/proc/{daemon}").exists()
         assert unreapable == []
@@ -663,8 +663,8 @@ def test_the_end_of_a_zygote_is_found_out_while_its_workers_are_killed(
 ) -> None:
     workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
     (started,) = until_started(workers)
-    os.kill(workers.zygote_pid, signal.SIGKILL)
-    until(lambda: gone(workers.zygote_pid) and gone(started.pid), "the zygote runs on")
+    os.kill(workers._zygote.pid, signal.SIGKILL)
+    until(lambda: gone(workers._zygote.pid) and gone(started.pid), "the zygote runs on")
     ended, unreapable = workers.kill_all(10.0)
     assert ([e.pid for e in ended], unreapable) == ([started.pid], [])
     workers.launch(1, [launch(tmp_path)])
@@ -679,7 +679,7 @@ def test_a_daemon_that_cannot_be_killed_costs_the_node_its_place(
     workers.launch(0, [launch(tmp_path, CHILD_ACT=f"daemon {tmp_path / 'daemon'}")])
     (started,) = until_started(workers)
     daemon = until_written(tmp_path / "daemon")
-    os.kill(workers.zygote_pid, signal.SIGSTOP)
+    os.kill(workers._zygote.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched:
         patched.setattr(zygote_client, "kill_children", lambda _: None)  # it is in the kernel
         ended, unreapable = workers.kill_all(0.5)
@@ -703,7 +703,7 @@ def test_what_was_preloaded_may_have_children_of_its_own(tmp_path: Path) -> None
         daemon = until_written(tmp_path / "daemon")
         assert workers.kill_all(10.0)[1] == []
         assert gone(daemon)
-        (helper,) = (p for p in children_of(workers.zygote_pid) if not gone(p))
+        (helper,) = (p for p in children_of(workers._zygote.pid) if not gone(p))
     finally:
         workers.close()
     assert gone(helper)
@@ -725,7 +725,7 @@ def test_workers_and_zygote_die_with_the_agent(tmp_path: Path, *, stopped: bool)
         "w.launch(0, [t.launch(tmp, r, CHILD_ACT=f'daemon {tmp}/{r}.daemon') for r in range(2)])\n"
         "pids = [s.pid for s in t.until_started(w, 2)]\n"
         "pids += [t.until_written(tmp / f'{r}.daemon') for r in range(2)]\n"
-        "(tmp / 'pids.tmp').write_text(' '.join(map(str, [w.zygote_pid, *pids])))\n"
+        "(tmp / 'pids.tmp').write_text(' '.join(map(str, [w._zygote.pid, *pids])))\n"
         "(tmp / 'pids.tmp').rename(tmp / 'pids')\n"
         "time.sleep(600)\n"
     )

@@ -83,7 +83,7 @@ def test_a_worker_that_was_a_standby_is_as_any_other(workers: Workers, tmp_path:
     report = json.loads((tmp_path / "second.0").read_text())
     assert (report["warmed"], report["threads"]) == (["0"], plain["threads"])
     assert report["priority"] == os.getpriority(os.PRIO_PROCESS, 0)
-    assert report["ppid"] == workers.zygote_pid
+    assert report["ppid"] == workers._zygote.pid
     assert report["pgid"] == ended.pid
     assert "HOLDFAST_RUNG" not in report["env"]  # what was warmed up for is not its environment
     log = tmp_path / "logs" / "0.log"
@@ -169,7 +169,7 @@ folder = Path(sys.argv[1])
 workers = Workers(Task(kind="main", target=t.CHILD, cwd=str(folder)), env=t.base_env())
 mine.begin(workers, folder, 2, CHILD_REHEARSAL_0="wait")
 mine.ready(workers, 2)
-(folder / "zygote").write_text(str(workers.zygote_pid))
+(folder / "zygote").write_text(str(workers._zygote.pid))
 time.sleep(600)
 """
 

@@ -14,7 +14,7 @@ from kubectl import install, kubectl, minor_version, why_not
 from prometheus_client import CollectorRegistry, generate_latest
 
 from elastic_trainer.agent.metrics import NodeMetrics
-from elastic_trainer.agent.workers.settings import NodeStatus
+from elastic_trainer.agent.settings import NodeStatus
 from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
 from launcher.render.pod import METRICS_PORT
 from launcher.runs.reports.metrics import RunsCollector

@@ -85,7 +85,7 @@ UNUSED_IN_RUNS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "the output is in logs of each rank",
     "PYTHON_EXEC": "workers run the interpreter of the agent",
 }
-"""The same for those that have an effect without --run-dir."""
+"""The same for variables that have an effect without --run-dir."""
 CHANGED: Final[Mapping[str, str]] = {
     "nproc_per_node": "Workers per node: a number, gpu, cpu or auto.",
     "rdzv_backend": "holdfast, or left out.",
@@ -145,7 +145,7 @@ class Streams:
     console: Std
     """To the agent's own output."""
     prefix: Std = Std.NONE
-    """Of these, every line begins with `[role local_rank]:`, as with torchrun's --tee."""
+    """Of these every line begins with `[role local_rank]:`, as under torchrun's --tee."""
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -194,7 +194,7 @@ def _adapt(parser: argparse.ArgumentParser) -> list[str]:
         if name == "training_script":
             action.nargs, action.required = "?", False
     names = [action.dest for action in actions]
-    # An older torchrun lacks some: of those the one that has a meaning of its own here is taken.
+    # An older torchrun lacks some. The one with another meaning here is added.
     lacking = {*REFUSED, *UNUSED, *CHANGED} - {*names}
     if "shutdown_timeout" in lacking:  # torch 2.11
         text = CHANGED["shutdown_timeout"]
@@ -378,16 +378,6 @@ def static_store(args: argparse.Namespace, max_nodes: int) -> tuple[str, int] | 
     return None
 
 
-def unused_place(args: argparse.Namespace) -> list[str]:
-    """Return notes on --master-addr and --master-port where there is no static store."""
-    return [
-        f"{flag(name)} is not used: each epoch has a store on a node that lives; see "
-        f"{name.upper()} in the workers"
-        for name in ("master_addr", "master_port")
-        if getattr(args, name) is not None
-    ]
-
-
 def flag(name: str) -> str:
     """Return how an option of torchrun's is written."""
     return f"--{name.replace('_', '-')}"
@@ -401,11 +391,14 @@ def streams(args: argparse.Namespace, workers: int) -> dict[int, Streams]:
     """
     redirects = _std_map("--redirects", args.redirects, workers)
     tees = _std_map("--tee", args.tee, workers)
-    shown = _ranks(args.local_ranks_filter, workers)
+    shown = set(range(workers))
+    if text := args.local_ranks_filter:
+        if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+            raise unfit("--local-ranks-filter", text, "local ranks, as 0,1")
+        shown = {int(part) for part in text.split(",")}
     found = {}
-    for local_rank in range(workers):
-        redirect, tee = redirects[local_rank], tees[local_rank]
-        console = (Std.ALL & ~redirect) | tee if local_rank in shown else Std.NONE
+    for local_rank, tee in tees.items():
+        console = (Std.ALL & ~redirects[local_rank]) | tee if local_rank in shown else Std.NONE
         found[local_rank] = Streams(console=console, prefix=tee)
     return found
 
@@ -417,14 +410,6 @@ def _std_map(option: str, text: str | None, workers: int) -> dict[int, Std]:
         known = "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"
         raise unfit(option, text, f"{known}, or these by local rank, as 0:3,1:1") from None
     return found
-
-
-def _ranks(text: str | None, workers: int) -> set[int]:
-    if not text:
-        return set(range(workers))
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
-        raise unfit("--local-ranks-filter", text, "local ranks, as 0,1")
-    return {int(part) for part in text.split(",")}
 
 
 def node_range(text: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.command.flags import (
+from elastic_trainer.agent.flags import (
     CONF_TEXTS,
     CONF_UNUSED,
     FROM_SCRATCH,
@@ -32,14 +32,13 @@ from elastic_trainer.agent.command.flags import (
     static_store,
     streams,
     unfit,
-    unused_place,
     unused_variables,
     virtual_devices,
     workers_per_node,
 )
 from elastic_trainer.agent.membership.lease import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
+from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.plan.command import Command, explain, literal, split_command, unknown_names
 from elastic_trainer.plan.config import (
     NO_DOMAIN,
@@ -87,12 +86,11 @@ class Options:
     run_dir: Path | None
     """None outside a rendered run: workers then get no HOLDFAST_RUN_DIR."""
     record_dir: Path
-    """Where `events/` are."""
+    """What all agents see: events, and by default the board and the run's secret."""
     log_root: Path
     """Where the workers' logs are, by attempt and node."""
-    board_dir: Path
     board: str | None = None
-    """Address of the board; None: files in `board_dir`."""
+    """Address of the board; None: files in `record_dir`."""
     local_addr: str | None
     workers: int
     ladder: Ladder
@@ -101,7 +99,7 @@ class Options:
     readmit: bool = False
     """Come back although the job has excluded this node."""
     secret_file: Path | None = None
-    """Has the run's secret; None: it is in `shared_dir`."""
+    """Has the run's secret; None: it is in `record_dir`."""
     failure_domain: str = ""
     """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
@@ -125,7 +123,7 @@ class Options:
     stop_grace_s: float = SCRIPT_GRACE_S
     """Between the stop signal and SIGKILL, for a script that takes no requests."""
     signals: frozenset[str] = field(default_factory=lambda: signals(None))
-    """Names of those that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
+    """Names of signals that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
     static_store: tuple[str, int] | None = None
     """MASTER_ADDR and MASTER_PORT of the one node; None: its address, and any free port."""
     devices: tuple[str, ...] = ()
@@ -134,23 +132,13 @@ class Options:
     numa_binding: str | None = None
     """torch.numa.binding.AffinityMode: which CPUs near its GPU a worker runs on; None: not said."""
     line_prefix: str | None = None
-    """Template of what stands before the lines of --tee; None: `[role local_rank]:`."""
+    """Template of the prefix of --tee's lines; None: `[role local_rank]:`."""
     notes: tuple[str, ...] = ()
     """To be reported at the start."""
     temporary: Path | None = None
     """Folder that was made for this job alone, and goes after a good end."""
     code: CodeSection | None = None
     """The frozen copy that workers run; None: none was made."""
-
-    @property
-    def shared_dir(self) -> Path:
-        """What all agents of the run see: the board and the secret are in it by default."""
-        return self.board_dir.parent
-
-    @property
-    def only_data_is_shared(self) -> bool:
-        """Whether neither board nor secret are files in `shared_dir`."""
-        return self.secret_file is not None and self.board not in (None, FILE)
 
 
 def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
@@ -181,7 +169,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
     task = _task(args, pattern, env) if args.training_script else _job_task(args, config, pattern)
-    shared = _of_both(args, env, config.elastic.failure_domain)
+    shared = _shared_fields(args, env, config.elastic.failure_domain)
     if not shared["named_job"]:
         # One made up here would differ from the other nodes'.
         raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
@@ -193,7 +181,6 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_dir=run_dir,
         record_dir=run_dir,
         log_root=run_dir / "logs",
-        board_dir=run_dir / "board",
         workers=config.gpus_per_node,
         accelerators=config.device == "cuda",
         event_log_handler=event_log_handler(
@@ -221,7 +208,12 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     unused = [key for key in conf if key in CONF_UNUSED]
     notes += [f"{key} of --rdzv-conf is not used: {CONF_UNUSED[key]}" for key in unused]
     if (store := static_store(args, high)) is None:
-        notes += unused_place(args)
+        notes += [
+            f"{flag(name)} is not used: each epoch has a store on a node that lives; see "
+            f"{name.upper()} in the workers"
+            for name in ("master_addr", "master_port")
+            if getattr(args, name) is not None
+        ]
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
     task = _task(args, pattern, env)
     endpoint, run_id = _meeting(args, high)
@@ -238,7 +230,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
             raise unfit("--max-restarts", args.max_restarts, "0 or more")
         elastic["max_restarts"] = args.max_restarts
     elastic[FROM_SCRATCH] = conf.get(FROM_SCRATCH) == "true"
-    shared = _of_both(args, env)
+    shared = _shared_fields(args, env)
     return Options(
         **shared,
         run_id=run_id,
@@ -247,7 +239,6 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_dir=None,
         record_dir=record,
         log_root=Path(args.log_dir).resolve() / run_id if args.log_dir else record / "logs",
-        board_dir=record / "board",
         workers=workers,
         ladder=Ladder.data_parallel(max_nodes=high, min_nodes=low, workers=workers),
         task=task,
@@ -287,10 +278,9 @@ def failure_domain(env: Mapping[str, str], wish: str | None) -> str:
     return ".".join(env.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-levels])
 
 
-def _of_both(
+def _shared_fields(
     args: argparse.Namespace, env: Mapping[str, str], domain: str | None = None
 ) -> dict[str, Any]:
-    """Return the fields that are read alike with --run-dir and without."""
     return {
         "node": args.node,
         "host": args.host or args.node,
@@ -312,7 +302,7 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
             message = f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
             raise OptionsError("HF501", message)
         folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
-        # As torchrun does: without an id each job has one of its own.
+        # As under torchrun: without an id each job gets another.
         return (folder, args.rdzv_id) if args.rdzv_id else (folder.parent, folder.name)
     if args.rdzv_endpoint is None:
         lacks = "needs --rdzv-endpoint DIR on storage that all nodes share"
@@ -324,7 +314,6 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
 
 
 def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None) -> Task:
-    """Return what job.json says to run."""
     if config.command is None:
         return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=str(Path.cwd()))
     try:

@@ -17,12 +17,6 @@ from elastic_trainer.plan.ladder import Ladder
 class MembershipHandler(Protocol):
     """What the agent needs of the rendezvous handler in its WorkerSpec (`HoldfastRendezvous`)."""
 
-    def get_backend(self) -> str:
-        """Return the name of the backend."""
-
-    def get_run_id(self) -> str:
-        """Return the id of the run."""
-
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
 
@@ -45,13 +39,11 @@ class AgentConfig:
     cpus: tuple[str | None, ...] = ()
     """By local rank: CPUs that the worker runs on, as 0-3,8; None or no entry: all."""
     scratch: Path
-    """Directory in memory, for heartbeats and error files."""
+    """Directory in memory, for heartbeats, error files and snapshots, see `Scratch`."""
     log_dir: Path
     """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
-    snapshots: Path | None = None
-    """Directory in memory for the workers' snapshots; None when none are kept."""
-    secret_dir: Path | None = None
-    """Has the run's secret, for workers whose snapshots are kept."""
+    secret_dir: Path
+    """Has the run's secret."""
     stacks_dir: Path
     """`stacks`: hung workers' go to a folder for each epoch in it."""
     hang_ceiling_s: float
@@ -64,14 +56,13 @@ class AgentConfig:
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     devices: tuple[str, ...] = ()
-    """By local rank: what CUDA_VISIBLE_DEVICES is for a worker, whose LOCAL_RANK is 0 then; none:
-    workers see all."""
+    """By local rank, see `Options`."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
     stop_signals: Collection[str] = STOPS
-    """Names of those that ask for a stop, passed on to scripts that take no requests."""
+    """Names of signals that ask for a stop, passed on to scripts that take no requests."""
     named_job: str | None = None
-    """Id of this submission; None: it has none that a second start would not have."""
+    """Id of this submission, see `Options`."""
     if_done: str | None = None
     """What a start does whose job is done already: "ok": ends with 0, "error": with 93; None: "ok"
     for an agent of the same submission, which comes late or was started again."""

@@ -1,1 +1,0 @@
-"""The agent's command line: torchrun's names where they mean the same."""
