@@ -222,7 +222,7 @@ class Keeper:
         try:
             with contextlib.closing(Image(self._path(file))) as image:
                 header = image.verify(self._key)
-                return {"index": [dataclasses.asdict(part) for part in image.index(header)]}
+                return {"index": [part._asdict() for part in image.index(header)]}
         except (OSError, TornImageError) as error:
             return {"error": f"{file}: {error}"}
 

@@ -157,7 +157,7 @@ def rows_for_owners(found: Found, num_ranks: int) -> dict[int, bytes]:
     for holding, parts in found:
         by_owner: dict[int, list[Any]] = defaultdict(list)
         for part in parts:
-            by_owner[owner_of(part.name, num_ranks)].append(_part_row(part))
+            by_owner[owner_of(part.name, num_ranks)].append(part)
         for owner, part_rows in by_owner.items():
             rows[owner].append([_holding_row(holding), part_rows])
     return {owner: _encode(sent) for owner, sent in rows.items()}
@@ -215,9 +215,7 @@ class Owned:
         """Return names, dtypes and shapes of the tensors, for every rank."""
         rows = []
         for name, tensor in self._tensors.items():
-            few = [
-                [_holding_row(holding), _part_row(part)] for holding, part in tensor.in_one_piece()
-            ]
+            few = [[_holding_row(holding), part] for holding, part in tensor.in_one_piece()]
             rows.append([name, tensor.dtype, tensor.shape, few])
         return _encode(rows) if rows else b""
 
@@ -229,7 +227,7 @@ class Owned:
         for name, offsets, sizes in wanted:
             tensor = self._tensors.get(name)
             for holding, part in tensor.meeting(offsets, sizes, node, spread) if tensor else ():
-                rows.append([holdings.setdefault(holding, len(holdings)), _part_row(part)])
+                rows.append([holdings.setdefault(holding, len(holdings)), part])
         return _encode([[_holding_row(holding) for holding in holdings], rows])
 
 
@@ -325,19 +323,6 @@ def _holding(row: Sequence[Any]) -> Holding:
     )
 
 
-def _part_row(part: Part) -> list[Any]:
-    box = [part.shape, part.offsets, part.sizes]
-    return [part.name, part.dtype, *box, part.at, part.num_bytes]
-
-
 def _part(row: Sequence[Any]) -> Part:
     name, dtype, shape, offsets, sizes, at, num_bytes = row
-    return Part(
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        offsets=tuple(offsets),
-        sizes=tuple(sizes),
-        at=at,
-        num_bytes=num_bytes,
-    )
+    return Part(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), at, num_bytes)

@@ -17,9 +17,9 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.storage.typed import build
@@ -136,8 +136,7 @@ class Header:
         return header
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """One rank's piece of one tensor, and its place in the payload."""
 
     name: str
@@ -156,7 +155,7 @@ class Part:
 
 def encode_index(parts: Sequence[Part]) -> bytes:
     """Return the bytes of an image's index."""
-    return json.dumps([asdict(part) for part in parts], separators=(",", ":")).encode()
+    return json.dumps([part._asdict() for part in parts], separators=(",", ":")).encode()
 
 
 def decode_index(raw: bytes) -> tuple[Part, ...]:

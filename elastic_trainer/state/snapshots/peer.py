@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import socket
 import struct
@@ -17,31 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.choice import Holding
 from elastic_trainer.state.snapshots.image import Header, Part, PeerError, decode_index
+from elastic_trainer.worker.secret import TAG_BYTES, AuthSession, fingerprint
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
-_TAG_BYTES: Final = 16
 _MOST_PIECES: Final = 1024
 """Of one call: Linux's UIO_MAXIOV."""
 
 
-class Authenticator(Protocol):
-    """Authenticates messages in their order: `worker.secret.Session`."""
-
-    def tag(self, digest: bytes) -> bytes:
-        """Return the MAC of the next message to send."""
-
-    def check(self, payload: bytes | bytearray, tag: bytes) -> None:
-        """Raise OSError unless this is the next message that was sent."""
-
-
-Authenticate = Callable[[socket.socket], Authenticator]
+Authenticate = Callable[[socket.socket], AuthSession]
 """Proves both ends of a new connection to each other, or raises."""
 
 
@@ -54,7 +42,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
         raw = json.dumps(message, separators=(",", ":")).encode()
-        tag = self._session.tag(hashlib.blake2b(raw, digest_size=32).digest())
+        tag = self._session.tag(fingerprint(raw))
         self.sock.sendall(_LENGTH.pack(len(raw)) + tag + raw)
 
     def send_raw(self, pieces: Iterable[memoryview]) -> None:
@@ -82,7 +70,7 @@ class Channel:
             OSError: the connection is lost, or the message was changed on its way.
             PeerError: the peer does not speak this protocol.
         """
-        head = bytearray(_LENGTH.size + _TAG_BYTES)
+        head = bytearray(_LENGTH.size + TAG_BYTES)
         self.receive_into(memoryview(head))
         (size,) = _LENGTH.unpack_from(head)
         if size > MAX_MESSAGE_BYTES:
@@ -181,9 +169,7 @@ class PeerLink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
