@@ -241,7 +241,7 @@ class WorkerRun:
         if self._state.finished:
             return True
         with self._doing(Section.SAVING):
-            return self._state.save(self._state.base + step, wait=wait)
+            return self._state.checkpoints.save(self._state.base + step, wait=wait)
 
     # --- the loop --------------------------------------------------------------------------
 

@@ -28,8 +28,8 @@ from torch.futures import Future
 
 from elastic_trainer.state.collective import Collective, StepFailedError
 from elastic_trainer.state.errors import DamagedError
-from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.placement import sightings, single_machine
+from elastic_trainer.state.snapshot_tier import KeeperPlace
 from elastic_trainer.state.snapshots.choice import (
     Box,
     Holding,
@@ -74,7 +74,7 @@ Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 """An image whose shard no other machine holds, what is in it, and the node to copy it to."""
 
 
-class MemoryReader(LocatingReader):
+class SnapshotReader(LocatingReader):
     """Reads one snapshot. Making it is collective.
 
     `found`: the images of the snapshot that this rank has verified; each is verified by one rank.
@@ -277,7 +277,7 @@ class Restored(NamedTuple):
     """Images for this rank to `copy_again`."""
 
 
-def restore_from_memory(
+def restore_snapshot(
     state: State,
     place: KeeperPlace,
     group: Collective,
@@ -313,7 +313,7 @@ def restore_from_memory(
         if missing := gone(good, num_shards):
             on_skip(step, describe_missing(key, missing, num_shards))
             continue
-        reader = MemoryReader(found, place, group)
+        reader = SnapshotReader(found, place, group)
         try:
             group.together(partial(_load, reader, state, step))
         except StepFailedError as error:
@@ -440,7 +440,7 @@ def _body(holding: Holding, parts: tuple[Part, ...], place: KeeperPlace) -> Iter
     yield memoryview(index + bytes(header.payload_at - PAGE - len(index)) + payload)
 
 
-def _load(reader: MemoryReader, state: State, step: int) -> None:
+def _load(reader: SnapshotReader, state: State, step: int) -> None:
     with contextlib.closing(reader):
         loaded = state.load(reader)
     if loaded != step:

@@ -264,7 +264,7 @@ class _Pending:
     """Kept until it has been copied."""
 
 
-class MemoryTier:
+class SnapshotTier:
     """Takes snapshots of this worker; one per worker and epoch.
 
     All ranks call `take` at the same steps and `agreed` with the same sums, so all know the same

@@ -52,7 +52,7 @@ class Feed:
         rung: Rung,
         *,
         coordinate: dict[str, int],
-        ledger: LedgerWriter | None,
+        ledger: SampleLedger | None,
         device: torch.device,
         stop: int | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class Feed:
 # -- The ledger: which samples each step consumed -------------------------------------------------
 
 
-class LedgerWriter:
+class SampleLedger:
     """One file per epoch and dp rank: `ledger/e<epoch>-dp<rank>.jsonl`.
 
     The first line says where the epoch resumed; each following one is a step and the

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.board.state import Training
 from elastic_trainer.plan.config import CheckpointSection, ElasticSection, TrainConfig
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.train.script_state import ScriptState, Sharding
 from elastic_trainer.train.session import Agreed, Session, WorkerContext
 from elastic_trainer.worker.fresh_process import leave_stops_to_the_agent
@@ -159,13 +159,15 @@ class ScriptCheckpointer(Session):
 
     def finish(self, step: int) -> bool:
         """Have the state after `step` on storage as the training's last; return whether it is."""
-        saved = self.saved_step == step or self.save(step, wait=True)
-        return saved and self.checkpoints.finish(step)
+        return self._on_storage(step) and self.checkpoints.finish(step)
 
     def keep(self, step: int, *, growing: bool) -> bool:
         """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
-        in_memory = self.leave(step, growing=growing)
-        return in_memory or self.saved_step == step or self.save(step, wait=True)
+        return self.leave(step, growing=growing) or self._on_storage(step)
+
+    def _on_storage(self, step: int) -> bool:
+        checkpoints = self.checkpoints
+        return checkpoints.saved_step == step or checkpoints.save(step, wait=True)
 
 
 def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) -> CheckpointPolicy:

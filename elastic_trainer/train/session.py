@@ -24,9 +24,9 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import offload_of
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import State
 from elastic_trainer.worker.heartbeat import Request
 from elastic_trainer.worker.rank_grid import RankGrid, shared_grid
@@ -116,8 +116,6 @@ class Session:
             rank=who.rank,
             epoch=who.epoch,
         )
-        self.saved_step = -1
-        """Newest step that is known to be on storage; a save of it would write it again."""
         self._phase_begun_mono = time.monotonic() if who.born_mono is None else who.born_mono
         self._stepped = False
         self._manager: CheckpointManager | None = None
@@ -181,16 +179,13 @@ class Session:
             since_mono=self.who.since_mono,
             group=self.savers,
         )
-        found = self._manager.restore()
-        if found in self._manager.committed_steps:  # what came from memory need not be
-            self.saved_step = found
-        return found
+        return self._manager.restore()
 
-    def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> MemoryTier | None:
+    def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> SnapshotTier | None:
         every_steps = self._policy.section.memory_every_steps
         if self.who.place is None or not every_steps:
             return None
-        return MemoryTier(
+        return SnapshotTier(
             self.who.place,
             placement,
             rank=self.who.rank,
@@ -224,33 +219,13 @@ class Session:
     def snapshot(self, step: int, *, overlaps: bool = False) -> None:
         """Copy the state after `step` into memory where that is due; see how saves ended.
 
-        Args:
-            step: last completed one.
-            overlaps: the device continues meanwhile; the caller calls `before_update` before
-                anything writes to the state. Otherwise the device's next work waits.
+        With `overlaps` the device continues meanwhile, and the caller calls
+        `checkpoints.before_update` before anything writes to the state.
         """
         self.checkpoints.snapshot(step)
         if not overlaps:
-            self.before_update()
-        self._note(self.checkpoints.poll())
-
-    def before_update(self) -> None:
-        """Have the device's next work come after its part in the last snapshot."""
-        self.checkpoints.before_update()
-
-    def save(self, step: int, *, wait: bool) -> bool:
-        """Save the state after `step` to storage; collective.
-
-        Returns:
-            Whether it was started, or, with `wait`, committed.
-        """
-        if wait and self.checkpoints.saving == step and self.checkpoints.wait() == step:
-            self._note(step)
-            return True
-        saved = self.checkpoints.save(step, wait=wait)
-        if wait and saved:
-            self._note(step)
-        return saved
+            self.checkpoints.before_update()
+        self.checkpoints.poll()
 
     def leave(self, step: int, *, growing: bool) -> bool:
         """Put on record that ranks leave after `step`; collective.
@@ -261,10 +236,6 @@ class Session:
         """
         self.emit("trainer.stopping", step=step, why="growth" if growing else "stop")
         return growing and self.checkpoints.keep_in_memory(step)
-
-    def _note(self, saved: int | None) -> None:
-        if saved is not None:
-            self.saved_step = saved
 
     # --- the record ------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.memory import KeeperPlace
-from elastic_trainer.state.memory_restore import _keep_only
+from elastic_trainer.state.snapshot_restore import _keep_only
+from elastic_trainer.state.snapshot_tier import KeeperPlace
 from elastic_trainer.state.snapshots.image import (
     ALIGNMENT,
     PAGE,
