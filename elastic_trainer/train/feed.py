@@ -33,16 +33,10 @@ class MicroBatch:
 
 
 class Feed:
-    """Reads the corpus for one rank.
+    """Reads the corpus for the rank at `coordinate` of the layout.
 
-    Args:
-        corpus: open.
-        train: sizes of the batch.
-        rung: the layout, and how many micro-batches every dp rank runs.
-        coordinate: this rank's, from `layout.coordinate`.
-        ledger: of this rank's dp index; None on ranks that leave it to another.
-        device: where the tokens go.
-        stop: samples from here on count nothing; None: all count.
+    `ledger` is that of its dp index; None on ranks that leave it to another. Samples from `stop` on
+    count nothing; None: all count.
     """
 
     def __init__(

@@ -32,9 +32,7 @@ _LOOK_BYTES = 65536
 def device_of(backends: str, local_rank: int) -> torch.device:
     """Return where a script computes, by the back ends of its default process group.
 
-    Args:
-        backends: by device, as `cpu:gloo,cuda:nccl`; torch's choice where the script named none.
-        local_rank: of this worker.
+    They are named by device, as `cpu:gloo,cuda:nccl`; by torch where the script named none.
     """
     on_cuda = "cuda:nccl" in backends.split(",") and torch.cuda.is_available()
     return torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
@@ -45,11 +43,8 @@ class ScriptCheckpointer(Session):
 
     Signals to stop mean nothing to the process from here on: the agent gets them too.
 
-    Args:
-        env: what the agent has set.
-        checkpoint: keys of the section `checkpoint` that the script sets.
-        training: name of the training; None: its number in the process.
-        before: the training that the process did before.
+    `checkpoint` has the keys of the section that the script sets. `training` None: the training is
+    called by its number in the process. `before` is the one that the process did before.
 
     Raises:
         ApiError: HF530, torch.distributed is not initialised.

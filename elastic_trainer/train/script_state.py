@@ -39,17 +39,10 @@ _COUNT_BYTES: Final = 16
 
 
 class ScriptState(TrainingState):
-    """Model, optimizers and what else a script wants kept.
+    """Model, optimizers with their `param_groups`, and what else a script wants kept.
 
-    Args:
-        model: whose values are kept.
-        optimizers: of its parameters; their `param_groups` are kept too.
-        tensors: more of them by name, the same on all ranks.
-        objects: with a state dict, the same on all ranks: schedulers, scalers.
-        per_rank: with a state dict of this rank alone: data loaders.
-        rank: of this worker.
-        world_size: of the epoch.
-        sharding: of plain tensors that are a part.
+    `tensors` and `objects` (schedulers, scalers) are the same on all ranks, the state dicts of
+    `per_rank` (data loaders) are this rank's alone. `sharding` is of plain tensors that are a part.
     """
 
     def __init__(

@@ -93,20 +93,9 @@ class Agreed:
 
 
 class Session:
-    """One worker in one epoch. All ranks make one at the same place and call it alike.
+    """One worker in one epoch. All ranks make one at the same place and call it alike."""
 
-    Args:
-        who: this worker.
-        policy: what is kept, and where.
-        device: of the model.
-    """
-
-    def __init__(
-        self,
-        who: WorkerContext,
-        policy: CheckpointPolicy,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, who: WorkerContext, policy: CheckpointPolicy, device: torch.device) -> None:
         self.who, self.device, self._policy = who, device, policy
         self.layout = who.rung.layout
         self.events = EventLog(
@@ -130,11 +119,6 @@ class Session:
         """All ranks, for the thread that trains; collective when first asked for."""
         return self._grid("steps")
 
-    @cached_property
-    def savers(self) -> Collective:
-        """All ranks, for saves and restores; collective when first asked for."""
-        return Collective(self._grid("saves"))
-
     def _grid(self, use: str) -> RankGrid:
         return shared_grid(use, timedelta(seconds=self._policy.ceiling_s))
 
@@ -155,10 +139,8 @@ class Session:
     ) -> int | None:
         """Load the newest valid state in place, and keep `state` from now on; collective.
 
-        Args:
-            state: what is kept.
-            placement: layout by which copies are placed; None: that of the epoch.
-            ready: whether what else must be safe before a snapshot counts is.
+        `placement` is the layout by which copies are placed; None: that of the epoch. A snapshot
+        counts only once `ready`.
 
         Returns:
             Its step; None when there is nothing yet.
@@ -177,7 +159,7 @@ class Session:
             state=state,
             memory=self._memory(placement or self.layout, ready),
             since_mono=self.who.since_mono,
-            group=self.savers,
+            group=Collective(self._grid("saves")),
         )
         return self._manager.restore()
 

@@ -194,12 +194,7 @@ class Trainer:
                 layout=str(self.layout),
             )
         self.feed = Feed(
-            corpus,
-            config.train,
-            self.rung,
-            coordinate=here,
-            ledger=ledger,
-            device=self.device,
+            corpus, config.train, self.rung, coordinate=here, ledger=ledger, device=self.device
         )
         self.validation = None
         if config.validation is not None:
@@ -432,8 +427,7 @@ def load_config(run_dir: Path) -> TrainConfig:
 def run_worker(built: Callable[[Engine], None]) -> int:
     """Train as the environment says and return the exit code.
 
-    Args:
-        built: called with the engine before it is used.
+    `built` is called with the engine before it is used.
     """
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
