@@ -140,8 +140,6 @@ class _Metadata(_Some):
 
 
 class _MemoryFormat(Enum):
-    """Stands for DCP's _MEM_FORMAT_ENCODING."""
-
     TORCH_CONTIGUOUS_FORMAT = 0
     TORCH_CHANNELS_LAST = 1
     TORCH_PRESERVE_FORMAT = 2

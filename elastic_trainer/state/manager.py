@@ -178,7 +178,6 @@ class CheckpointManager:
             ).start()
 
     def _put_on_board(self, origin: Origin) -> None:
-        """Put `origin` there, in a thread; useless once a newer epoch is published."""
         change = partial(with_origin, origin=origin, training=self.training)
         while not self._closing.is_set():
             with contextlib.suppress(OSError, BoardBusyError):
@@ -386,7 +385,7 @@ class CheckpointManager:
             daemon=True,
         )
         save.thread.start()
-        return self._join(self._policy.ceiling_s) == step if wait else True
+        return not wait or self._join(self._policy.ceiling_s) == step
 
     def poll(self) -> int | None:
         """Return the step of a save committed since the last call, if any; cheap."""

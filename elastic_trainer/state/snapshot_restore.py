@@ -197,7 +197,6 @@ class SnapshotReader(LocatingReader):
         self._images.clear()
 
     def _boxes(self, target: Mapping[str, Tensor]) -> list[Box]:
-        """Return the boxes that this rank needs."""
         chunks: dict[Any, list[ChunkStorageMetadata]] = {}
         """Moments are placed like their parameter, and DCP is slow to say how."""
         boxes = []

@@ -85,8 +85,8 @@ class ImageWriter:
         Raises:
             NoRoomError, OSError: not enough memory.
         """
-        flat = flat_names(live)
         self.plan(live)
+        flat = flat_names(live)
         image = self._images.get(slot) or self._make(slot)
         image.tear()
         sources = [local_data(flat[part.name]) for part in self._parts]
@@ -270,8 +270,8 @@ class SnapshotTier:
     All ranks call `take` at the same steps and `agreed` with the same sums, so all know the same
     committed step.
 
-    `every_steps`: snapshot each multiple of it; 0: never. `emit(event, step, **fields)` counts on
-    rank 0. `ready`: whether the ledger, without which nobody may continue from a step, is written.
+    `every_steps`: snapshot each multiple of it. `emit(event, step, **fields)` counts on rank 0.
+    `ready`: whether the ledger, without which nobody may continue from a step, is written.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class SnapshotTier:
         )
         keeper = copy_node(layout, rank, place.workers, place.apart)
         self._keeper = None if keeper is None else place.keepers[keeper]
-        if rank == 0 and every_steps and on_one_machine(machines := place.machines):
+        if rank == 0 and on_one_machine(machines := place.machines):
             emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
@@ -321,7 +321,7 @@ class SnapshotTier:
 
     def due(self, step: int) -> bool:
         """Return whether to take a snapshot after `step`."""
-        return self._every_steps > 0 and step % self._every_steps == 0 and not self.gave_up
+        return step % self._every_steps == 0 and not self.gave_up
 
     @property
     def gave_up(self) -> bool:
@@ -445,7 +445,6 @@ class SnapshotTier:
             self._writer.close()
 
     def _warm(self, pending: _Pending) -> None:
-        """Make the images, in a thread."""
         error: str | None = None
         try:
             self._writer.warm(self._stop)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.state.offload import WORTH_BYTES, fault_in, start_idle
+from elastic_trainer.state.offload import WORTH_BYTES, fault_in, foreach_copy, start_idle
 from elastic_trainer.worker.torch_private import dtensor_like, local_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -145,8 +145,7 @@ class Stager:
                     if isinstance(tensor, DTensor)
                     else targets[-1]
                 )
-        # One call for all: a call each costs more than the bytes of a small model.
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        foreach_copy(targets, sources)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
         return staged
@@ -262,12 +261,15 @@ class TrainingState:
         return int(step.item())
 
     def _tensors(self) -> NamedTensors:
-        """Return sections `model` and `optim`."""
         return live_tensors(self._model, *self._optimizers)
 
     def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Return the sizes and dtypes, by full name, that an optimizer's state is made with."""
-        return _tensor_sizes(metadata)
+        return {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
 
 def generators_of(device: torch.device) -> dict[str, torch.Generator]:
@@ -295,11 +297,3 @@ def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
     reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }

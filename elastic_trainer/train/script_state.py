@@ -145,11 +145,6 @@ class ScriptState(TrainingState):
                 group.update(values)
 
     def _written(self, name: str, states: Mapping[str, Any]) -> Tensor:
-        """Return the buffer of `name` with `states` in it.
-
-        Raises:
-            ApiError: HF534, they have outgrown it.
-        """
         buffer, data = self._buffers[name], _encoded(states)
         if len(data) + _LENGTH_BYTES > len(buffer):
             raise ApiError(
@@ -212,8 +207,7 @@ def _set_counts(optimizer: torch.optim.Optimizer, kept: Mapping[str, list[Any]])
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter of `state.<parameter>.<key>`."""
-    return name.removeprefix("state.").rpartition(".")[0]
+    return name.removeprefix("state.").rpartition(".")[0]  # of `state.<parameter>.<key>`
 
 
 def _of_rank(rank: int | str) -> str:

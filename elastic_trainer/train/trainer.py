@@ -251,7 +251,6 @@ class Trainer:
         return EXIT_DONE
 
     def _train_step(self, step: int) -> tuple[StepResult, float]:
-        """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
         tokens = self.feed.tokens(step)
         if self.device_times is not None:

@@ -247,7 +247,6 @@ class _Held:
         return self.ranked[0][1]
 
     def pick(self, node: str, spread: int) -> Source:
-        """Return the node's image, else one of the others in turn."""
         return self.by_node.get(node) or self.ranked[spread % len(self.ranked)]
 
 
@@ -277,7 +276,6 @@ class _Tensor:
     def meeting(
         self, offsets: Sequence[int], sizes: Sequence[int], node: str, spread: int
     ) -> list[Source]:
-        """Return the parts that overlap a box."""
         near = self._held
         if self._dim >= 0:
             begin, end = offsets[self._dim], offsets[self._dim] + sizes[self._dim]
