@@ -22,7 +22,7 @@ from elastic_trainer.state.snapshots.image import Header, Part
 _STEP_BITS, _EPOCH_BITS = 39, 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One image that some node holds."""
 
@@ -309,16 +309,8 @@ def _holding_row(holding: Holding) -> list[Any]:
 
 
 def _holding(row: Sequence[Any]) -> Holding:
-    count = len(_HEADER_FIELDS)
-    file, node, address, port, committed = row[count:]
-    return Holding(
-        header=Header(**dict(zip(_HEADER_FIELDS, row, strict=False))),
-        file=file,
-        node=node,
-        address=address,
-        port=port,
-        committed=committed,
-    )
+    header = Header(**dict(zip(_HEADER_FIELDS, row, strict=False)))
+    return Holding(header, *row[len(_HEADER_FIELDS) :])
 
 
 def _part(row: Sequence[Any]) -> Part:

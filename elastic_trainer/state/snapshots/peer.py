@@ -1,7 +1,7 @@
 """The client of a keeper: leaves copies with it, asks for its images, reads them.
 
 A message is a 4-byte big-endian length, a MAC, and a JSON object. Raw bytes follow where it says
-so, whose MAC is in a message (`mac.py`). Nothing is unpickled.
+so, whose MAC is in a message (`image.seal`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
-from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.choice import Holding
-from elastic_trainer.state.snapshots.image import Header, Part, PeerError, decode_index
+from elastic_trainer.state.snapshots.image import Header, Part, PeerError, decode_index, matches
 from elastic_trainer.worker.secret import TAG_BYTES, AuthSession, fingerprint
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -108,7 +107,7 @@ ANSWER_S: Final = 60.0
 """Silence after which a keeper is given up; any byte restarts it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KeeperAddress:
     """Where one node's keeper listens. Port 0: that node keeps none."""
 
@@ -136,13 +135,7 @@ def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
 def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
     """Return members in rank order, spares, and those that have left, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        name: tuple(
-            KeeperAddress(node=node, address=address, port=port, machine=machine, domain=domain)
-            for node, address, port, machine, domain in raw[name]
-        )
-        for name in _GROUPS
-    }
+    return {name: tuple(KeeperAddress(*row) for row in raw[name]) for name in _GROUPS}
 
 
 class PeerLink:
@@ -237,7 +230,7 @@ class PeerLink:
             for (_, length), sealed in zip(spans, answer["macs"], strict=True):
                 buffer = memoryview(bytearray(length))
                 self._channel.receive_into(buffer)
-                if not mac.matches(key, buffer, bytes.fromhex(sealed)):
+                if not matches(key, buffer, bytes.fromhex(sealed)):
                     raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
                 out.append(buffer)
         return out

@@ -20,8 +20,7 @@ from test_snapshot_image import KEY, write_image
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
-from elastic_trainer.state.snapshots.image import PAGE, Header, Image, PeerError
-from elastic_trainer.state.snapshots.mac import MAC_BYTES
+from elastic_trainer.state.snapshots.image import MAC_BYTES, PAGE, Header, Image, PeerError
 from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
     Authenticate,
