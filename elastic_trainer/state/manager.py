@@ -35,7 +35,7 @@ from elastic_trainer.state.restore import agreed_board, restore, restore_from
 from elastic_trainer.state.save import CheckpointPolicy, WritePoint, write_checkpoint
 from elastic_trainer.state.snapshot_restore import Restored, copy_again, restore_snapshot
 from elastic_trainer.state.snapshot_tier import SnapshotTier
-from elastic_trainer.state.state import NamedTensors, Stager, State
+from elastic_trainer.state.state import NamedTensors, Stager, TrainingState
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.progress import ApiError
 from elastic_trainer.worker.rank_grid import RankGrid
@@ -103,7 +103,7 @@ class CheckpointManager:
         device: torch.device,
         *,
         ranks: RankGrid,
-        state: State,
+        state: TrainingState,
         memory: SnapshotTier | None = None,
         at: WritePoint = lambda _: None,
         since_mono: float | None = None,

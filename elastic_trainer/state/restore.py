@@ -20,12 +20,12 @@ from elastic_trainer.state.collective import Collective, StepFailedError, descri
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.state.reader import CheckpointReader
-from elastic_trainer.state.state import State
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.state.storage import CheckpointStorage
 
 
 def restore(
-    state: State,
+    state: TrainingState,
     storage: CheckpointStorage,
     commits: Sequence[Commit],
     group: Collective,
@@ -33,10 +33,7 @@ def restore(
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
-    """Load the newest valid commit in place; collective.
-
-    Returns:
-        None without commits.
+    """Load the newest valid commit in place and return it; None without commits. Collective.
 
     Raises:
         CheckpointError: HF301, none of the commits can be used; HF303, the data cursor does not fit
@@ -112,7 +109,9 @@ def agreed_board(
     return BoardState.decode(content.encode())
 
 
-def restore_from(state: State, start: StartFrom, group: Collective, *, global_batch: int) -> Commit:
+def restore_from(
+    state: TrainingState, start: StartFrom, group: Collective, *, global_batch: int
+) -> Commit:
     """Load another run's checkpoint in place; collective.
 
     Raises:
@@ -137,7 +136,7 @@ def restore_from(state: State, start: StartFrom, group: Collective, *, global_ba
 
 def _load_commit(
     commit: Commit,
-    state: State,
+    state: TrainingState,
     storage: CheckpointStorage,
     group: Collective,
     *,

@@ -59,7 +59,7 @@ from elastic_trainer.state.snapshots.image import (
     parse_name,
 )
 from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
-from elastic_trainer.state.state import LocatingReader, State
+from elastic_trainer.state.state import LocatingReader, TrainingState
 
 ALL_KNOW = 64
 """Largest group in which all ranks get all rows, 100 kB of each: every collective takes time."""
@@ -277,7 +277,7 @@ class Restored(NamedTuple):
 
 
 def restore_snapshot(
-    state: State,
+    state: TrainingState,
     place: KeeperPlace,
     group: Collective,
     *,
@@ -285,13 +285,10 @@ def restore_snapshot(
     allows: Callable[[int, int], bool],
     on_skip: Skip,
 ) -> Restored | None:
-    """Load the newest whole snapshot in place; collective.
+    """Load the newest whole snapshot in place; None when memory holds none. Collective.
 
     Snapshots older than `at_least`, which storage has, are not wanted. `allows(epoch, step)` says
     whether a state may be used. `on_skip` hears of snapshots that are not whole or cannot be read.
-
-    Returns:
-        None when memory holds no such snapshot.
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
@@ -439,7 +436,7 @@ def _body(holding: Holding, parts: tuple[Part, ...], place: KeeperPlace) -> Iter
     yield memoryview(index + bytes(header.payload_at - PAGE - len(index)) + payload)
 
 
-def _load(reader: SnapshotReader, state: State, step: int) -> None:
+def _load(reader: SnapshotReader, state: TrainingState, step: int) -> None:
     with contextlib.closing(reader):
         loaded = state.load(reader)
     if loaded != step:

@@ -158,11 +158,9 @@ class Guard:
         self.keeps[RECENT][:, : recent.shape[1]] = recent
 
     def _skip(self, step: int) -> bool:
-        """Note the skip, so that a later recovery skips the batch again.
+        """Note the skip, for later recoveries; return whether it is on the board.
 
-        Returns:
-            Whether it is on the board. If not, training continues all the same: whoever does
-            the step again decides again.
+        If not, training continues all the same: whoever does the step again decides again.
         """
         skip = Skip(step, step)
         self._record = self._record.with_skip(skip)

@@ -67,7 +67,7 @@ class ScriptState(TrainingState):
         self._ranks_then = 0
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
-        """See State. What objects say is asked for anew."""
+        """See TrainingState. Objects are asked again for their state."""
         live = super().live(step, speaks=speaks)
         if speaks:
             live[TRAINER][OBJECTS] = self._written(OBJECTS, self._said())
@@ -77,7 +77,7 @@ class ScriptState(TrainingState):
         return live
 
     def load(self, reader: StorageReader) -> int:
-        """See State. Objects get theirs by `hand_out`: the data is not to blame for them."""
+        """See TrainingState. Objects get theirs by `hand_out`: it is not the data's fault."""
         there = reader.read_metadata().state_dict_metadata
         self._ranks_then = sum(name.startswith(f"{TRAINER}.{_of_rank('')}") for name in there)
         self._found = {

@@ -27,7 +27,7 @@ from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.offload import offload_of
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
-from elastic_trainer.state.state import State
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.heartbeat import Request
 from elastic_trainer.worker.rank_grid import RankGrid, shared_grid
 
@@ -132,7 +132,7 @@ class Session:
 
     def restore(
         self,
-        state: State,
+        state: TrainingState,
         *,
         placement: ParallelLayout | None = None,
         ready: Callable[[], bool] = lambda: True,
@@ -140,14 +140,7 @@ class Session:
         """Load the newest valid state in place, and keep `state` from now on; collective.
 
         `placement` is the layout by which copies are placed; None: that of the epoch. A snapshot
-        counts only once `ready`.
-
-        Returns:
-            Its step; None when there is nothing yet.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none can be used.
-            BoardAwayError: the board does not answer.
+        counts only once `ready`. Returns and raises as `CheckpointManager.restore`.
         """
         assert self._manager is None, "restore is called once"
         self._manager = CheckpointManager(
@@ -210,11 +203,9 @@ class Session:
         self.checkpoints.poll()
 
     def leave(self, step: int, *, growing: bool) -> bool:
-        """Put on record that ranks leave after `step`; collective.
+        """Put on record that ranks leave after `step`; return whether memory keeps the state.
 
-        Returns:
-            Whether the state is kept in memory, which is enough where the nodes stay
-            (`growing`); otherwise storage has to do.
+        That is enough where the nodes stay (`growing`). Collective.
         """
         self.emit("trainer.stopping", step=step, why="growth" if growing else "stop")
         return growing and self.checkpoints.keep_in_memory(step)

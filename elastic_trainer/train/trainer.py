@@ -361,13 +361,10 @@ class Trainer:
         return EXIT_SAVED
 
     def _validate(self) -> Request:
-        """Validate the state after the newest step where that is due.
+        """Validate the state after the newest step where due; return the request that ended it.
 
         Before the next step, so that an epoch that continues from here does what the one before
         it has not done, or not ended.
-
-        Returns:
-            The request that ended it before; else none.
         """
         if self.validation is None or not self.validation.due(self.step):
             return Request.NONE

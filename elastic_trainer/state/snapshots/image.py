@@ -291,7 +291,9 @@ class Image:
             if create_bytes:
                 # Takes the pages now: a full /dev/shm is an error here and not a SIGBUS later.
                 os.posix_fallocate(fd, 0, create_bytes)
-            self.map = _map(fd)
+            if os.fstat(fd).st_size < PAGE:
+                raise TornImageError("shorter than a header")  # noqa: TRY301
+            self.map = mmap.mmap(fd, 0)
         except BaseException:
             if create_bytes:
                 path.unlink(missing_ok=True)
@@ -379,12 +381,6 @@ def _key_of(header: Header, key: bytes) -> bytes:
     """Return the key of one image: its MAC covers the header, and random nonces suffice."""
     said = repr(replace(header, mac="")).encode()
     return hashlib.blake2b(said, digest_size=32, key=key).digest()
-
-
-def _map(fd: int) -> mmap.mmap:
-    if os.fstat(fd).st_size < PAGE:
-        raise TornImageError("shorter than a header")
-    return mmap.mmap(fd, 0)
 
 
 def _padded(value: int, multiple: int) -> int:
