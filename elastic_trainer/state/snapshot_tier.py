@@ -336,8 +336,9 @@ class SnapshotTier:
     def take(self, live: NamedTensors, step: int) -> bool:
         """Copy `live`, the state after `step`; return whether it was copied.
 
-        A thread digests it and sends it to another node. The copy from a device continues after the return: see `before_update`. All ranks skip the
-        snapshot while the one before is not committed: copies take longer than steps then.
+        A thread digests it and sends it to another node. The copy from a device continues after
+        the return: see `before_update`. All ranks skip the snapshot while the one before is not
+        committed: copies take longer than steps then.
 
         A worker with large images only makes them the first time, in a thread: the training would
         wait longer for their pages than for all of the copying. Its vote says so, and the next
