@@ -274,7 +274,7 @@ class CheckpointManager:
         """
         self._warm(step)
         if self.memory is not None and self.memory.due(step):
-            self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
+            self.memory.take(self._state.live(step, speaks=self.memory.speaks), step)
 
     def before_update(self) -> None:
         """Have the current stream wait until the last snapshot has left the device."""
@@ -310,7 +310,7 @@ class CheckpointManager:
             if memory.committed_step == step:
                 return True
             if not memory.under_way:
-                memory.take(self._state.live(step, speaks=memory.shard[0] == 0), step)
+                memory.take(self._state.live(step, speaks=memory.speaks), step)
             memory.wait(_MEMORY_WAIT_S)
             votes = torch.tensor(memory.votes())
             self._ranks.all_reduce(votes)

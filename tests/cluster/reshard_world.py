@@ -109,7 +109,7 @@ class World:
         torch.set_rng_state(rng_of(root))
         memory = self._memory(nodes, root, 0, epoch=1)
         state = TrainingState(self.model, (self.optimizer,))
-        live = state.live(STEP, speaks=memory.shard[0] == 0)
+        live = state.live(STEP, speaks=memory.speaks)
         assert memory.take(live, STEP)
         memory.wait(20)
         assert memory.votes() == (1.0, 0.0, 0.0)

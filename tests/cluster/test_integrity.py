@@ -83,7 +83,7 @@ def write(root, nodes):
             assert trainer.save(step)
             continue
         live = live_tensors(trainer.model, trainer.optimizer)
-        if memory.shard[0] == 0:
+        if memory.speaks:
             live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
         assert memory.take(live, step)
         memory.wait(20)
