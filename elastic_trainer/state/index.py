@@ -80,7 +80,7 @@ class IndexUnpickler(pickle.Unpickler):
         raise _no_place(*asked)
 
     def _member(self, owner: object, name: str) -> Any:
-        """Return a member of the one allowed enumeration; stands in for `getattr`.
+        """Return a member of the one allowed enumeration, in place of `getattr`.
 
         Python 3.11.2 pickles a member as getattr(class, name), others as class(value).
         """

@@ -153,7 +153,6 @@ class CheckpointManager:
         self.training = training_of(board.trainings, self._policy.training, self._policy.number)
         if (final := self.training.final) is not None:
             self._restore_from_storage((final,), time.monotonic())
-            self.saved_step = final.step
             return final.step
         origin = self._restore_newest(board)
         step = None if origin is None else origin.step
@@ -201,7 +200,6 @@ class CheckpointManager:
                 self.saved_step = memory.step
             return Origin(epoch, memory.epoch, memory.step)
         if (found := self._restore_from_storage(own, started)) is not None:
-            self.saved_step = found.step
             return Origin(epoch, found.epoch, found.step)
         if (start := self._policy.start_from) is None or lowest:
             return None
@@ -223,6 +221,7 @@ class CheckpointManager:
             ),
         )
         if found is not None:
+            self.saved_step = found.step
             self._restored("storage", found.step, found.dir, started)
         return found
 

@@ -37,7 +37,7 @@ class CheckpointReader(FileSystemReader):
         file system may differ.
 
         Raises:
-            DamagedError: the bytes are not those that were saved.
+            DamagedError: other bytes than were saved.
             pickle.UnpicklingError: it asks for a class that has no place there.
         """
         raw = Path(self.path, METADATA_NAME).read_bytes()

@@ -30,7 +30,7 @@ class ShardedAdamW(torch.optim.AdamW):
     """AdamW that computes on each rank's own part, past DTensor's dispatch.
 
     Every operation is elementwise, so parts need nothing of each other. DTensor would derive
-    each operation's placement anew in every process: 70 ms of the first step after a recovery,
+    each operation's placement again in every process: 70 ms of the first step after a recovery,
     and 3 ms of every step of a tiny model. Parameters and state stay DTensors outside.
     """
 

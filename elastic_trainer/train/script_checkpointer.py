@@ -166,7 +166,7 @@ class ScriptCheckpointer(Session):
 
 
 def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) -> CheckpointPolicy:
-    """Return what job.json says, or what stands for it where only flags describe the job."""
+    """Return what job.json says, or its substitute where only flags describe the job."""
     layout = who.rung.layout
     path = Path(job or os.devnull) / "job.json"
     if path.is_file():

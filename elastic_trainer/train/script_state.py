@@ -119,7 +119,7 @@ class ScriptState(TrainingState):
         """Return the bytes of the objects' state, and of this rank's: all ranks have to agree.
 
         Raises:
-            ApiError: HF534, it is none that can be read without running code.
+            ApiError: HF534, it cannot be read without running code.
         """
         mine = _encoded(_state_dicts(self._per_rank)) if self._per_rank else b""
         params = sum(len(g["params"]) for each in self._optimizers for g in each.param_groups)

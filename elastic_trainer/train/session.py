@@ -37,8 +37,7 @@ class WorkerContext:
     """Who this worker is; torchrun's environment and ours, read once."""
 
     run_dir: Path
-    """Where the record is: the run directory, or what stands for it where only flags describe
-    the job."""
+    """Of the record: the run directory, or its substitute where only flags describe the job."""
     rank: int
     local_rank: int
     """Index of its device."""

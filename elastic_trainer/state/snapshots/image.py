@@ -321,7 +321,7 @@ class Image:
         return self._mark(replace(header, mac=sealed.hex()))
 
     def take(self, header: Header, key: bytes) -> bool:
-        """Mark a copy as whole if its bytes are those that `header` was sealed with."""
+        """Mark a copy as whole if its bytes are the ones that `header` was sealed with."""
         if good := self._is_sealed(header, key):
             self._mark(header)
         return good
@@ -357,7 +357,7 @@ class Image:
         """Read everything and return the header.
 
         Raises:
-            TornImageError: the bytes are not those that were written.
+            TornImageError: other bytes than were written.
         """
         header = self.header()
         if not self._is_sealed(header, key):

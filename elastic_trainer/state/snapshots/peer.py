@@ -124,7 +124,7 @@ _GROUPS: Final = ("members", "spares", "left")
 
 
 def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
-    """Write the peers of an epoch for its workers: members by rank, spares, those that left."""
+    """Write the peers of an epoch for its workers: members by rank, spares, and who left."""
     rows = {
         name: [dataclasses.astuple(peer) for peer in peers]
         for name, peers in zip(_GROUPS, groups, strict=True)
@@ -133,7 +133,7 @@ def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
 
 
 def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
-    """Return members in rank order, spares, and those that have left, by these names."""
+    """Return members in rank order, spares, and who has left, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     return {name: tuple(KeeperAddress(*row) for row in raw[name]) for name in _GROUPS}
 
@@ -256,4 +256,4 @@ class PeerLink:
         except (OSError, EOFError) as error:
             raise PeerError(f"{self.peer.node}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise PeerError(f"{self.peer.node}: an answer that is none: {error!r}") from error
+            raise PeerError(f"{self.peer.node}: not an answer: {error!r}") from error
