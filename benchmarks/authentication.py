@@ -20,7 +20,7 @@ import psutil
 from common import OUT, machine, median, say, table, write_out
 
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.state.snapshots import mac
+from elastic_trainer.state.snapshots import image as images
 from elastic_trainer.state.snapshots.image import PAGE, Header, Image, encode_index, place
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, Authenticate, KeeperAddress, PeerLink
 from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
@@ -48,7 +48,7 @@ def keep(directory: Path, pipe: Connection) -> None:
 
 def crc(_key: bytes, data: memoryview) -> bytes:
     """Return a CRC-32 in the form of a MAC."""
-    return zlib.crc32(data).to_bytes(mac.MAC_BYTES, "big")
+    return zlib.crc32(data).to_bytes(images.MAC_BYTES, "big")
 
 
 def one(mib: int, repeats: int) -> dict[str, float]:
@@ -104,10 +104,10 @@ def _cpu_s(process: psutil.Process) -> float:
 def main(mib: int, repeats: int, out: Path | None) -> None:
     """Measure and print."""
     found = {"with": one(mib, repeats)}
-    seal, matches = mac.seal, mac.matches
-    mac.seal, mac.matches = crc, lambda key, data, sealed: crc(key, data) == sealed
+    seal, matches = images.seal, images.matches
+    images.seal, images.matches = crc, lambda key, data, sealed: crc(key, data) == sealed
     found["without"] = one(mib, repeats)
-    mac.seal, mac.matches = seal, matches
+    images.seal, images.matches = seal, matches
     more = found["with"]["cpu_s_a_gb"] / found["without"]["cpu_s_a_gb"] - 1
     say(f"authentication costs {100 * more:+.1f}% of a copy's CPU")
     rows = [[name, *row.values()] for name, row in found.items()]

@@ -257,7 +257,7 @@ def _trainer(config: TrainConfig) -> Trainer:
     trainer.session = SimpleNamespace(  # type: ignore[assignment]
         votes=lambda *_: [0.0] * 6,
         agreed=lambda _: Agreed(Request.NONE, None),
-        before_update=lambda: None,
+        checkpoints=SimpleNamespace(before_update=lambda: None),
         ranks=SimpleNamespace(all_reduce=lambda *_args, **_more: None),
     )
     return trainer

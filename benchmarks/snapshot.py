@@ -38,7 +38,7 @@ from snapshot_training import middle, training, write_job
 from state_world import State, keepers, prove, render, timed, world
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import live_tensors
 from elastic_trainer.worker.secret import KEY_BYTES
 
@@ -86,7 +86,7 @@ def one_size(mib: int, repeats: int) -> dict[str, float]:
                 image_key=bytes(KEY_BYTES),
             )
             layout = ParallelLayout(dp=2)
-            tier = MemoryTier(place, layout, rank=0, epoch=1, every_steps=1, emit=fail)
+            tier = SnapshotTier(place, layout, rank=0, epoch=1, every_steps=1, emit=fail)
             numel = mib * 2**20 // 4 // NUM_TENSORS
             live = {"model": {f"t{i}": torch.randn(numel) for i in range(NUM_TENSORS)}}
             waited, whole, begun_cpu = [], [], 0.0

@@ -29,8 +29,8 @@ from elastic_trainer.board.state import update
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress
 from elastic_trainer.state.state import TrainingState, create_optimizer_state
 from elastic_trainer.train.engine import Engine
@@ -196,7 +196,7 @@ class State:
         """Return the size of this rank's part."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def memory(self, root: Path, nodes: list[KeeperAddress]) -> MemoryTier:
+    def memory(self, root: Path, nodes: list[KeeperAddress]) -> SnapshotTier:
         """Return the memory tier of this rank, whose node is `nodes[rank]`."""
         place = KeeperPlace(
             directory=root / nodes[self.rank].node,
@@ -208,11 +208,11 @@ class State:
             authenticate=prove(server=False),
             image_key=bytes(KEY_BYTES),
         )
-        return MemoryTier(
+        return SnapshotTier(
             place, self.layout, rank=self.rank, epoch=self.epoch, every_steps=1, emit=unexpected
         )
 
-    def manager(self, memory: MemoryTier | None = None) -> CheckpointManager:
+    def manager(self, memory: SnapshotTier | None = None) -> CheckpointManager:
         """Return a manager; collective."""
         board = FileBoard(self.run_dir / "board")
         if self.rank == 0:

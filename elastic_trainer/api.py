@@ -1,4 +1,4 @@
-"""For one's own training loop: progress, layout, state in memory and storage, when to leave.
+"""What a script's own loop calls: progress, layout, state in memory and storage, when to leave.
 
     import holdfast
 
@@ -152,7 +152,7 @@ class WorkerRun:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Where this rank lies: axis (dp, pp, cp, tp) -> index. Neighbours in tp are closest."""
+        """This rank's place: axis (dp, pp, cp, tp) -> index. Neighbours in tp are closest."""
         return self.layout.coordinate(self.rank)
 
     @property
@@ -186,14 +186,14 @@ class WorkerRun:
 
         What is given here is what `completed` and `save` keep from now on. Tensors that are
         plain on every rank must be equal on all of them; parts of a tensor must be DTensors, or
-        named by `sharding`, and are cut anew for each layout. torch's CPU generator is kept too,
+        named by `sharding`, and are cut again for each layout. torch's CPU generator is kept too,
         as rank 0 has it.
 
         Args:
             model: before DistributedDataParallel wraps it, or after FSDP2's `fully_shard`.
             optimizer: of its parameters, or several. Their tensors are kept, and the values of
                 their `param_groups`.
-            extra: tensors of one's own by name, for a number one without dimensions; and
+            extra: further tensors by name, for a number one without dimensions; and
                 objects with `state_dict` and `load_state_dict`, such as a scheduler or a scaler.
                 The same on all ranks, with the same names in every epoch.
             per_rank: objects whose state is this rank's alone, such as torchdata's
@@ -241,7 +241,7 @@ class WorkerRun:
         if self._state.finished:
             return True
         with self._doing(Section.SAVING):
-            return self._state.save(self._state.base + step, wait=wait)
+            return self._state.checkpoints.save(self._state.base + step, wait=wait)
 
     # --- the loop --------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class WorkerRun:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it no step is expected: an evaluation, a long pause of one's own.
+        """Expect no step within it: an evaluation, or another long pause.
 
         The agent waits `elastic.start_ceiling_s` before it takes the worker for hung.
         """

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.image import (
     NUM_SLOTS,
     PAGE,
@@ -29,6 +28,7 @@ from elastic_trainer.state.snapshots.image import (
     file_name,
     no_room,
     parse_name,
+    seal,
 )
 from elastic_trainer.state.snapshots.peer import Authenticate, Channel
 from elastic_trainer.worker.secret import AuthError
@@ -219,7 +219,7 @@ class Keeper:
         try:
             with contextlib.closing(Image(self._path(file))) as image:
                 header = image.verify(self._key)
-                return {"index": [dataclasses.asdict(part) for part in image.index(header)]}
+                return {"index": [part._asdict() for part in image.index(header)]}
         except (OSError, TornImageError) as error:
             return {"error": f"{file}: {error}"}
 
@@ -235,7 +235,7 @@ class Keeper:
                 raise PeerError(f"{file}: a span outside it")
             whole = views.enter_context(memoryview(image.map))
             parts = [views.enter_context(whole[at + a : at + a + n]) for a, n in spans]
-            channel.send({"macs": [mac.seal(self._key, part).hex() for part in parts]})
+            channel.send({"macs": [seal(self._key, part).hex() for part in parts]})
             channel.send_raw(parts)
 
     def _path(self, file: str) -> Path:

@@ -167,14 +167,14 @@ class _LoopProgress:
 
 
 def _scale(progress: dict[str, Any], then: int, now: int) -> None:
-    """Count batches of each rank anew: fewer ranks take more of them for a step."""
+    """Recount the batches of each rank: fewer ranks take more of them for a step."""
     for counts in (progress["total"], progress["current"]):
         # The batch that was about to begin is begun again.
         counts.update(dict.fromkeys(counts, counts["completed"] * then // now))
 
 
 def _begin_data(trainer: Trainer, seed: int, *, resumes: bool) -> None:
-    """Make the data's iterator anew: it was made before there was anything to continue from.
+    """Make the data's iterator again: the first was made before the state was restored.
 
     Its samples come in the order of the epoch, without the batches that are done.
     """

@@ -86,7 +86,7 @@ class Steps:
 
 
 class _Sharding:
-    """Of which tensor a parameter is this rank's part: as Megatron has noted on it."""
+    """Says which tensor a parameter is this rank's part of, as Megatron has noted on it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._params = dict(model.named_parameters())
@@ -109,7 +109,7 @@ class _Sharding:
 
 
 class _Split:
-    """Of how many parts the state is: a state dict that is taken back only where they fit."""
+    """Keeps the number of parts of the state, which is taken back only where it fits."""
 
     def __init__(self, model: nn.Module) -> None:
         configs = (getattr(module, "config", None) for module in model.modules())

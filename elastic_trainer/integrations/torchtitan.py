@@ -35,63 +35,54 @@ def keep(trainer: Any, **options: Any) -> None:
         raise api.ApiError(
             "HF536 pipeline parallel: the other ways are kept; use torchtitan's checkpoints"
         )
-    hooks = _Hooks(trainer, options)
-    trainer.checkpointer.load = hooks.load
-    trainer.should_continue_training = hooks.goes_on
-    trainer.metrics_processor.log = hooks.log
-    if trainer.config.validator.enable:
-        trainer.validator.validate = hooks.validate
+    run: api.WorkerRun | None = None
+    done = 0
+    logged: tuple[int, float | None] = 0, None
+    """Newest step that was logged, and its loss."""
+    own_load, own_log = trainer.checkpointer.load, trainer.metrics_processor.log
+    own_goes_on = trainer.should_continue_training
 
-
-class _Hooks:
-    """What is called in place of the Trainer's methods of these names, and calls them."""
-
-    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
-        self._trainer, self._options = trainer, options
-        self._load = trainer.checkpointer.load
-        self._goes_on = trainer.should_continue_training
-        self._log = trainer.metrics_processor.log
-        if trainer.config.validator.enable:
-            self._validate = trainer.validator.validate
-        self._run: api.WorkerRun | None = None
-        self._done = 0
-        self._logged: tuple[int, float | None] = (0, None)
-        """Newest step that was logged, and its loss."""
-
-    def load(self, *args: Any, **given: Any) -> Any:
+    def load(*args: Any, **given: Any) -> Any:
         """Restore what there is, after what torchtitan has on storage."""
-        loaded = self._load(*args, **given)
-        trainer = self._trainer
-        self._run = api.start(**self._options)
-        self._run.restore(
+        nonlocal run, done
+        loaded = own_load(*args, **given)
+        run = api.start(**options)
+        run.restore(
             trainer.model_parts[0],
             list(trainer.optimizers.optimizers),
             {"trainer": trainer, "schedulers": trainer.lr_schedulers},
             per_rank={"data": trainer.dataloader},
         )
-        self._done = trainer.step
+        done = trainer.step
         return loaded
 
-    def goes_on(self) -> bool:
+    def goes_on() -> bool:
         """Keep the step before, which has been saved and validated by now; leave where asked."""
-        run, step = self._run, self._trainer.step
-        if run is not None and step > self._done:
-            self._done = step
-            logged, loss = self._logged
-            if run.completed(step, loss=loss if logged == step else None):
+        nonlocal done
+        step = trainer.step
+        if run is not None and step > done:
+            done = step
+            if run.completed(step, loss=logged[1] if logged[0] == step else None):
                 run.leave()
-        goes_on: bool = self._goes_on() and not (run is not None and run.finished)
-        if run is not None and not goes_on:
+        continues: bool = own_goes_on() and not (run is not None and run.finished)
+        if run is not None and not continues:
             run.finish(step)
-        return goes_on
+        return continues
 
-    def log(self, step: int, loss: float, *args: Any, **given: Any) -> None:
-        """Look at the loss."""
-        self._logged = step, float(loss)
-        self._log(step, loss, *args, **given)
+    def log(step: int, loss: float, *args: Any, **given: Any) -> None:
+        nonlocal logged
+        logged = step, float(loss)
+        own_log(step, loss, *args, **given)
 
-    def validate(self, *args: Any, **given: Any) -> None:
-        """Announce it: no step is expected meanwhile."""
-        assert self._run is not None
-        with self._run.evaluating():
-            self._validate(*args, **given)
+    trainer.checkpointer.load = load
+    trainer.should_continue_training = goes_on
+    trainer.metrics_processor.log = log
+    if trainer.config.validator.enable:
+        own_validate = trainer.validator.validate
+
+        def validate(*args: Any, **given: Any) -> None:
+            assert run is not None
+            with run.evaluating():  # no step is expected meanwhile
+                own_validate(*args, **given)
+
+        trainer.validator.validate = validate

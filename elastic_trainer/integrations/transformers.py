@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -90,9 +90,16 @@ class HoldfastCallback(TrainerCallback):
         sampler_of: Callable[..., Any] = trainer._get_train_sampler  # noqa: SLF001
 
         def full_sampler(*given: Any, **named: Any) -> Any:
-            with _full_accumulation(args):
-                self._order = sampler_of(*given, **named)
-            self._order = _with_generator(self._order, args)
+            now = args.gradient_accumulation_steps
+            # Lengths are grouped over as many samples as with all ranks. The other samplers that
+            # read it take the ranks into account.
+            if args.train_sampling_strategy == "group_by_length":
+                args.gradient_accumulation_steps = given_count(now)
+            try:
+                sampler = sampler_of(*given, **named)
+            finally:
+                args.gradient_accumulation_steps = now
+            self._order = _with_generator(sampler, args)
             return self._order
 
         if managed:
@@ -151,13 +158,11 @@ class HoldfastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Announce the evaluation or the save that follows."""
-        self._announce(control)
+        if self._run is not None and (control.should_evaluate or control.should_save):
+            self._pause.close()
+            self._pause.enter_context(self._run.evaluating())
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Announce the evaluation or the save that follows."""
-        self._announce(control)
+    on_epoch_end = on_step_end
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -188,11 +193,6 @@ class HoldfastCallback(TrainerCallback):
             mine = float(since_log)
             numbers = [mine, mine if self._run.rank == 0 else 0.0]
         return self._run.completed(step, loss=_loss(trainer), numbers=numbers)
-
-    def _announce(self, control: TrainerControl) -> None:
-        if self._run is not None and (control.should_evaluate or control.should_save):
-            self._pause.close()
-            self._pause.enter_context(self._run.evaluating())
 
 
 class _Progress:
@@ -368,21 +368,6 @@ def _check_accumulation(args: TrainingArguments) -> None:
         )
 
 
-@contextmanager
-def _full_accumulation(args: TrainingArguments) -> Iterator[None]:
-    """Within it lengths are grouped over as many samples as with all ranks.
-
-    The other samplers that read it take the ranks into account.
-    """
-    now = args.gradient_accumulation_steps
-    if args.train_sampling_strategy == "group_by_length":
-        args.gradient_accumulation_steps = given_count(now)
-    try:
-        yield
-    finally:
-        args.gradient_accumulation_steps = now
-
-
 def _with_generator(sampler: Any, args: TrainingArguments) -> Any:
     """Have `sampler` draw apart from torch's generator, which is another after each step.
 
@@ -432,14 +417,7 @@ def _continue_from(
     """Have `trainer`, which believes to begin, continue after `step` with the samples that follow.
 
     Its own way of continuing from a checkpoint does it; it is told so for each of its epochs.
-
-    Args:
-        trainer: in `train`.
-        step: the last that is done.
-        progress: what was kept of it.
-        undo: gives the Trainer its methods back.
-        order: its sampler.
-        over: there is no step left.
+    `undo` gives the Trainer its methods back. `order` is its sampler. `over`: no step is left.
     """
     state = trainer.state
     state.global_step = step
@@ -453,7 +431,9 @@ def _continue_from(
         if over:
             return
         if epoch < done:
-            _draw_epoch(order)
+            if getattr(order, "generator", None) is not None:
+                for _ in order:  # takes its generator to where an epoch leaves it
+                    pass
             return
         if hasattr(order, "set_epoch"):  # the Trainer does not reach it where batches are skipped
             order.set_epoch(epoch)
@@ -470,7 +450,6 @@ def _continue_from(
         )
 
     def finish_whole(trial: Any, num_samples: Any, start_time: float) -> Any:
-        """Say of the whole training what it would of this worker's part: loss and run time."""
         trainer._initial_global_step = 0  # noqa: SLF001
         return finalize(trial, num_samples, start_time - progress.seconds_before)
 
@@ -483,13 +462,6 @@ def _continue_from(
     for name, method in replaced.items():
         setattr(trainer, name, method)
         undo.callback(trainer.__dict__.pop, name)
-
-
-def _draw_epoch(order: Any) -> None:
-    """Take the generator of a sampler to where an epoch leaves it."""
-    if getattr(order, "generator", None) is not None:
-        for _ in order:
-            pass
 
 
 def _loss(trainer: Trainer) -> float | None:

@@ -370,7 +370,6 @@ def _read_stored(
 
 
 def _check_model(metadata: Metadata, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint of other parameters (HF327)."""
     stored = {
         name.removeprefix(f"{MODEL}."): tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -436,7 +435,6 @@ class _ByteCount:
         self._report, self._total_bytes, self._done_bytes = report, total_bytes, 0
 
     def add(self, size_bytes: int) -> None:
-        """Count `size_bytes` more."""
         self._done_bytes = min(self._total_bytes, self._done_bytes + size_bytes)
         self._report(self._done_bytes, self._total_bytes)
 

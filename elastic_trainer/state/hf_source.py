@@ -77,8 +77,6 @@ class TensorSource:
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads everything into one tensor."""
-
     def __init__(self, target: Tensor) -> None:
         super().__init__()
         self._target = target
@@ -183,7 +181,6 @@ class HFSource:
         return shape
 
     def _read_headers(self) -> Metadata:
-        """Return DCP's metadata of all files, by Hugging Face's names."""
         if (self._dir / SINGLE_NAME).exists():
             return self._read_header(SINGLE_NAME)
         if not (self._dir / INDEX_NAME).exists():
@@ -247,7 +244,6 @@ class HFSource:
         return weight_map
 
     def _check(self, found: Mapping[str, TensorStorageMetadata]) -> None:
-        """Refuse other tensors than the model's parameters."""
         expected = {self._theirs[name]: size for name, size in self.sizes.items()}
         if missing := [theirs for theirs in expected if theirs not in found]:
             tied = missing == [self._theirs[HEAD]]

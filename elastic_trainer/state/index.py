@@ -80,7 +80,7 @@ class IndexUnpickler(pickle.Unpickler):
         raise _no_place(*asked)
 
     def _member(self, owner: object, name: str) -> Any:
-        """Return a member of the one allowed enumeration; stands in for `getattr`.
+        """Return a member of the one allowed enumeration, in place of `getattr`.
 
         Python 3.11.2 pickles a member as getattr(class, name), others as class(value).
         """
@@ -140,8 +140,6 @@ class _Metadata(_Some):
 
 
 class _MemoryFormat(Enum):
-    """Stands for DCP's _MEM_FORMAT_ENCODING."""
-
     TORCH_CONTIGUOUS_FORMAT = 0
     TORCH_CHANNELS_LAST = 1
     TORCH_PRESERVE_FORMAT = 2

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic_trainer.board.state import (
     AGAIN_S,
@@ -24,14 +28,15 @@ from elastic_trainer.board.state import (
 )
 from elastic_trainer.plan.anomalies import AnomalyRecord
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.state.collective import Collective, StepFailedError
+from elastic_trainer.state.collective import FAILURES, Collective, StepFailedError, describe
+from elastic_trainer.state.errors import SaveFailedError
 from elastic_trainer.state.manifest import with_final, with_origin
-from elastic_trainer.state.memory import MemoryTier
-from elastic_trainer.state.memory_restore import Restored, copy_again, restore_from_memory
 from elastic_trainer.state.restore import agreed_board, restore, restore_from
-from elastic_trainer.state.save import WritePoint
-from elastic_trainer.state.saver import CheckpointPolicy, Saver
-from elastic_trainer.state.state import State
+from elastic_trainer.state.save import CheckpointPolicy, WritePoint, write_checkpoint
+from elastic_trainer.state.snapshot_restore import Restored, copy_again, restore_snapshot
+from elastic_trainer.state.snapshot_tier import SnapshotTier
+from elastic_trainer.state.state import NamedTensors, Stager, TrainingState
+from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.progress import ApiError
 from elastic_trainer.worker.rank_grid import RankGrid
 
@@ -55,16 +60,39 @@ def unsaved_s(
 
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage is used."""
+_CLOSE_WAIT_S = 5.0
+_FREE, _PENDING, _BROKEN = 0, 1, 2
+_WHY_BROKEN = "the save's process group broke, no more saves in this epoch: "
+_WHY_NOT = {
+    _PENDING: "skipped: the save before is still being written; if this repeats, save less often "
+    "(checkpoint.every_s, every_steps) or use faster storage",
+    _BROKEN: _WHY_BROKEN + "see the failure before this one",
+}
 
 
-class CheckpointManager(Saver):
-    """Keeps and restores the state, in memory and in `checkpoint.dir`; one per worker.
+@dataclass(slots=True)
+class _Save:
+    """A save under way; its thread fills in the end."""
 
-    All ranks call collective methods at the same step. A failed save is an event, never an
-    exception: training continues and the newest good checkpoint stays.
+    step: int
+    thread: threading.Thread = field(init=False)
+    committed: bool = False
+    broken: bool = False
 
-    `memory` None: storage only. `since_mono`: when this node's agent started; None: unknown. For
-    the other arguments see Saver.
+
+class CheckpointManager:
+    """Keeps and restores the state, in memory and in `checkpoint.dir`; one per worker and epoch.
+
+    All ranks make one at the same place and call collective methods at the same step. A failed save
+    is an event, never an exception: training continues and the newest good checkpoint stays.
+
+    Saves run in a thread, beside the training's own collectives: with `group` None they get process
+    groups of their own. Only rank 0 touches `board` and writes events. `memory` None: storage only.
+    `at` takes the write points of fault injection. `since_mono`: when this node's agent started;
+    None: unknown.
+
+    Raises:
+        CheckpointError: HF204, the directory cannot be written.
     """
 
     def __init__(
@@ -75,26 +103,29 @@ class CheckpointManager(Saver):
         device: torch.device,
         *,
         ranks: RankGrid,
-        state: State,
-        memory: MemoryTier | None = None,
+        state: TrainingState,
+        memory: SnapshotTier | None = None,
         at: WritePoint = lambda _: None,
         since_mono: float | None = None,
-        mono: Callable[[], float] = time.monotonic,
         group: Collective | None = None,
     ) -> None:
-        super().__init__(
-            policy, board, events, device, ranks=ranks, state=state, at=at, mono=mono, group=group
-        )
-        self._rank = ranks.rank
+        self._policy, self._board, self._events = policy, board, events.apart("checkpoints")
+        self._device, self._ranks, self._rank, self._state = device, ranks, ranks.rank, state
+        self._at, self._since_mono, self.memory = at, since_mono, memory
+        self._storage = CheckpointStorage(Path(policy.section.dir))
+        self._storage.check_writable(probe=ranks.rank == 0)
+        self._group = group or Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
+        self._origin: Origin | None = None
+        """Where the epoch began, once something was restored."""
+        self._stager = Stager()
+        self._pending: _Save | None = None
+        self._warmed = self._broken = self._closed = False
         self._begun, self._closing = threading.Event(), threading.Event()
         self._last_due_mono: float | None = None
-        self._since_mono = since_mono
-        self.memory = memory
-        self._allows: Callable[[int, int], bool] = BoardState().allows
         self.record = AnomalyRecord()
         """The board's, once restored: steps to pass over, states not to use."""
-        self.committed_steps: frozenset[int] = frozenset()
-        """The run's own on the board, once restored."""
+        self.saved_step = -1
+        """Newest step that is known to be on storage; a save of it would write it again."""
         self._unusable = 0
         """Newest step of which memory has only a part."""
         self.restored_from: str | None = None
@@ -121,8 +152,7 @@ class CheckpointManager(Saver):
         board = agreed_board(self._board, self._group, epoch=self._policy.epoch)
         self.training = training_of(board.trainings, self._policy.training, self._policy.number)
         if (final := self.training.final) is not None:
-            self.committed_steps = frozenset([final.step])
-            self._restore_from_storage((final,), self._mono())
+            self._restore_from_storage((final,), time.monotonic())
             return final.step
         origin = self._restore_newest(board)
         step = None if origin is None else origin.step
@@ -147,7 +177,6 @@ class CheckpointManager(Saver):
             ).start()
 
     def _put_on_board(self, origin: Origin) -> None:
-        """Put `origin` there, in a thread; useless once a newer epoch is published."""
         change = partial(with_origin, origin=origin, training=self.training)
         while not self._closing.is_set():
             with contextlib.suppress(OSError, BoardBusyError):
@@ -158,13 +187,17 @@ class CheckpointManager(Saver):
 
     def _restore_newest(self, board: BoardState) -> Origin | None:
         epoch, lowest = self._policy.epoch, self.training.begins
-        started = self._mono()
+        started = time.monotonic()
         self.record = board.numbers
-        self._allows = lambda epoch, step: step >= lowest and board.allows(epoch, step)
         own = [commit for commit in board.commits if commit.step >= lowest]
-        self.committed_steps = frozenset(commit.step for commit in own)
-        newest = max(self.committed_steps, default=-1)
-        if (memory := self._restore_from_memory(newest)) is not None:
+        steps = [commit.step for commit in own]
+        memory = self._restore_from_memory(
+            max(steps, default=-1),
+            lambda epoch, step: step >= lowest and board.allows(epoch, step),
+        )
+        if memory is not None:
+            if memory.step in steps:  # what came from memory need not be on storage
+                self.saved_step = memory.step
             return Origin(epoch, memory.epoch, memory.step)
         if (found := self._restore_from_storage(own, started)) is not None:
             return Origin(epoch, found.epoch, found.step)
@@ -188,30 +221,33 @@ class CheckpointManager(Saver):
             ),
         )
         if found is not None:
+            self.saved_step = found.step
             self._restored("storage", found.step, found.dir, started)
         return found
 
     def _restored(self, source: str, step: int, place: str, started: float) -> None:
         self.restored_from = source
-        seconds = round(self._mono() - started, 4)
+        seconds = round(time.monotonic() - started, 4)
         self._emit("checkpoint.restored", step, dir=place, seconds=seconds)
 
-    def _restore_from_memory(self, at_least: int) -> Restored | None:
+    def _restore_from_memory(
+        self, at_least: int, allows: Callable[[int, int], bool]
+    ) -> Restored | None:
         if self.memory is None:
             return None
-        started = self._mono()
-        found = restore_from_memory(
+        started = time.monotonic()
+        found = restore_snapshot(
             self._state,
             self.memory.place,
             self._group,
             at_least=at_least,
-            allows=self._allows,
+            allows=allows,
             on_skip=self._cannot_use,
         )
         if found is None:
             return None
         self.restored_from = "memory"
-        seconds = round(self._mono() - started, 4)
+        seconds = round(time.monotonic() - started, 4)
         self._emit("snapshot.restored", found.step, written_in_epoch=found.epoch, seconds=seconds)
         if found.singles:
             # Not by `start_idle`: until it is done, the loss of one more node costs the state.
@@ -237,7 +273,7 @@ class CheckpointManager(Saver):
         """
         self._warm(step)
         if self.memory is not None and self.memory.due(step):
-            self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
+            self.memory.take(self._state.live(step, speaks=self.memory.speaks), step)
 
     def before_update(self) -> None:
         """Have the current stream wait until the last snapshot has left the device."""
@@ -273,7 +309,7 @@ class CheckpointManager(Saver):
             if memory.committed_step == step:
                 return True
             if not memory.under_way:
-                memory.take(self._state.live(step, speaks=memory.shard[0] == 0), step)
+                memory.take(self._state.live(step, speaks=memory.speaks), step)
             memory.wait(_MEMORY_WAIT_S)
             votes = torch.tensor(memory.votes())
             self._ranks.all_reduce(votes)
@@ -306,6 +342,113 @@ class CheckpointManager(Saver):
             time.time(), now_mono, committed_unix=committed_unix, since_mono=self._since_mono
         )
 
+    def _warm(self, step: int) -> None:
+        """Make the buffers of later saves in a thread, where saves are due at all; not collective.
+
+        The first save of an epoch would otherwise wait for their pages, which takes longer than
+        all of its copying.
+        """
+        section = self._policy.section
+        if not self._warmed and (section.every_s is not None or section.every_steps is not None):
+            self._stager.warm(self._state.live(step, speaks=self._group.rank == 0))
+        self._warmed = True
+
+    def wait_warm(self, timeout_s: float) -> None:
+        """Wait until the buffers that `_warm` makes are ready; for benchmarks."""
+        self._stager.wait(timeout_s)
+
+    def save(self, step: int, *, wait: bool) -> bool:
+        """Save the state after `step`; collective.
+
+        Without `wait` it returns as soon as the state is staged, and is skipped while the save
+        before is under way. With `wait` it first waits for that, which may be the save of `step`.
+
+        Returns:
+            Whether the save was started, or, with `wait`, whether it is committed.
+        """
+        started = time.monotonic()
+        ended = self._join(self._policy.ceiling_s if wait else 0.0)
+        if wait and ended == step:
+            return True
+        if (state := self._agreed_state()) != _FREE:
+            self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
+            return False
+        self._emit("checkpoint.started", step)
+        # One rank writes the trainer's section: other ranks' generators may differ.
+        staged = self._stager.stage(self._state.live(step, speaks=self._group.rank == 0))
+        save = self._pending = _Save(step)
+        save.thread = threading.Thread(
+            target=self._run,
+            args=(save, staged, time.monotonic() - started),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        save.thread.start()
+        return not wait or self._join(self._policy.ceiling_s) == step
+
+    def poll(self) -> int | None:
+        """Return the step of a save committed since the last call, if any; cheap."""
+        save = self._pending
+        if save is None or save.thread.is_alive():
+            return None
+        self._pending = None
+        self._broken |= save.broken
+        if not save.committed:
+            return None
+        self.saved_step = save.step
+        return save.step
+
+    def _join(self, timeout_s: float) -> int | None:
+        """Wait for the save under way; then as `poll`."""
+        if self._pending is not None:
+            self._pending.thread.join(timeout_s)
+        return self.poll()
+
+    def _emit(self, event: str, step: int | None, **fields: Any) -> None:
+        if self._rank == 0 and not self._closed:
+            self._events.emit(event, step=step, epoch=self._policy.epoch, **fields)
+
+    def _agreed_state(self) -> int:
+        """Return the worst state of all ranks: threads of one save do not end at once."""
+        mine = _BROKEN if self._broken else _PENDING if self._pending else _FREE
+        state = torch.tensor([mine], dtype=torch.int32)
+        self._ranks.all_reduce(state, dist.ReduceOp.MAX)
+        return int(state.item())
+
+    def _run(self, save: _Save, staged: NamedTensors, stage_s: float) -> None:
+        """Write the save, in its thread; whatever goes wrong becomes an event."""
+        started = time.monotonic()
+        if self._device.type == "cuda":
+            # A thread begins on GPU 0, and DCP's writer would make a context there.
+            torch.cuda.set_device(self._device)
+        try:
+            commit = write_checkpoint(
+                self._policy,
+                save.step,
+                staged,
+                origin=self._origin,
+                storage=self._storage,
+                board=self._board,
+                group=self._group,
+                at=self._at,
+            )
+        except SaveFailedError as error:
+            self._emit("checkpoint.failed", save.step, reason=str(error))
+        except FAILURES as error:
+            save.broken = True
+            self._emit("checkpoint.failed", save.step, reason=_WHY_BROKEN + describe(error))
+        else:
+            save.committed = True
+            self._emit(
+                "checkpoint.committed",
+                save.step,
+                dir=commit.dir,
+                manifest_sha256=commit.manifest_sha256,
+                stage_s=round(stage_s, 4),
+                save_s=round(time.monotonic() - started, 4),
+            )
+            self._emit("step.committed", save.step, source="storage")
+
     def finish(self, step: int) -> bool:
         """Mark the checkpoint of `step` as the last of the training; collective.
 
@@ -315,7 +458,7 @@ class CheckpointManager(Saver):
         change = partial(with_final, epoch=self._policy.epoch, training=self.training, step=step)
 
         def mark() -> None:
-            ask_patiently(lambda: update(self._board, change), mono=self._mono, wait=time.sleep)
+            ask_patiently(lambda: update(self._board, change), mono=time.monotonic, wait=time.sleep)
 
         try:
             self._group.by_first(mark)
@@ -329,7 +472,14 @@ class CheckpointManager(Saver):
         self._closing.set()
         if self.memory is not None:
             self.memory.close()
-        super().close()
+        self._stager.close()
+        self._join(_CLOSE_WAIT_S)
+        if self._pending is not None:
+            self._emit(
+                "checkpoint.failed", self._pending.step, reason="the trainer ended before the save"
+            )
+        self._closed = True
+        self._events.close()
 
 
 def training_of(trainings: Sequence[Training], name: str, number: int) -> Training:

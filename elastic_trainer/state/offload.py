@@ -11,20 +11,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-
-
-class CopyEnd(Protocol):
-    """The end of a copy, as a recorded torch.cuda.Event."""
-
-    def wait(self) -> None:
-        """Have later launches on the current stream come after it."""
-
-    def synchronize(self) -> None:
-        """Have the calling thread wait for it."""
 
 
 class Offload:
@@ -34,7 +24,7 @@ class Offload:
         """Copy each source into its target, after all that the current stream has.
 
         Sources on the host are copied on return. Sources on the device must neither be written
-        to nor be freed before the end.
+        to nor be freed before the end, which is as a recorded torch.cuda.Event.
         """
         foreach_copy(targets, sources)
         return self
@@ -47,10 +37,10 @@ class Offload:
         """Undo `pin`, before the memory is unmapped and once all copies have ended."""
 
     def wait(self) -> None:
-        """See CopyEnd."""
+        """Have later launches on the current stream come after the copy."""
 
     def synchronize(self) -> None:
-        """See CopyEnd."""
+        """Have the calling thread wait for the copy."""
 
 
 class CudaOffload(Offload):
@@ -83,6 +73,7 @@ class CudaOffload(Offload):
 
 
 HOST: Final = Offload()
+CopyEnd: TypeAlias = Offload | torch.cuda.Event
 
 
 def offload_of(device: torch.device) -> Offload:

@@ -37,7 +37,7 @@ class CheckpointReader(FileSystemReader):
         file system may differ.
 
         Raises:
-            DamagedError: the bytes are not those that were saved.
+            DamagedError: other bytes than were saved.
             pickle.UnpicklingError: it asks for a class that has no place there.
         """
         raw = Path(self.path, METADATA_NAME).read_bytes()
@@ -48,7 +48,6 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> io.RawIOBase:
-        """Return one entry as torch.load reads it."""
         if self._mapped is None or self._mapped[0] is not file:
             self._mapped = file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         whole = memoryview(self._mapped[1])
@@ -62,7 +61,6 @@ class _MappedEntry(io.RawIOBase):
         self._raw, self._at = raw, 0
 
     def readinto(self, buffer: Any) -> int:
-        """Copy the next bytes into `buffer`; return how many."""
         target = memoryview(buffer).cast("B")
         part = self._raw[self._at : self._at + len(target)]
         target[: len(part)] = part
@@ -70,17 +68,14 @@ class _MappedEntry(io.RawIOBase):
         return len(part)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the entry; return the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._raw)}[whence]
         self._at = base + offset
         return self._at
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -91,11 +86,9 @@ def read_index(raw: bytes) -> Metadata:
         DamagedError: it holds something else.
         pickle.UnpicklingError: it asks for a class that has no place there.
     """
-    metadata = IndexUnpickler(raw, _of_torch).load()
+    metadata = IndexUnpickler(
+        raw, lambda module, name: getattr(importlib.import_module(module), name)
+    ).load()
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA_NAME} holds a {type(metadata).__name__}, not Metadata")
     return metadata
-
-
-def _of_torch(module_name: str, global_name: str) -> Any:
-    return getattr(importlib.import_module(module_name), global_name)

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from elastic_trainer.board.state import (
@@ -21,12 +20,12 @@ from elastic_trainer.state.collective import Collective, StepFailedError, descri
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.state.reader import CheckpointReader
-from elastic_trainer.state.state import State
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.state.storage import CheckpointStorage
 
 
 def restore(
-    state: State,
+    state: TrainingState,
     storage: CheckpointStorage,
     commits: Sequence[Commit],
     group: Collective,
@@ -34,10 +33,7 @@ def restore(
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
-    """Load the newest valid commit in place; collective.
-
-    Returns:
-        None without commits.
+    """Load the newest valid commit in place and return it; None without commits. Collective.
 
     Raises:
         CheckpointError: HF301, none of the commits can be used; HF303, the data cursor does not fit
@@ -80,8 +76,27 @@ def agreed_board(
         CheckpointError: HF302, the board can never be read.
         BoardAwayError: it does not answer.
     """
+
+    def read() -> BoardState:
+        current = board.get_state()
+        state = BoardState.decode(current[0]) if current else BoardState()
+        if state.epoch < epoch:
+            reason = f"it still shows epoch {state.epoch} to a worker of epoch {epoch}"
+            raise OSError(errno.ESTALE, f"{reason}: the file system's cache is stale")
+        usable = tuple(c for c in state.commits if state.allows(c.epoch, c.step))
+        return dataclasses.replace(state, commits=usable)
+
+    def ask() -> tuple[str | None, str]:
+        """Return the board's content; None and why, when it does not answer."""
+        try:
+            return ask_patiently(read, mono=mono, wait=sleep).encode().decode(), ""
+        except (PermissionError, FileNotFoundError):
+            raise  # asking again is of no use
+        except OSError as error:
+            return None, describe(error)
+
     try:
-        content, reason = group.by_first(partial(_read_patiently, board, epoch, mono, sleep))
+        content, reason = group.by_first(ask)
     except StepFailedError as error:
         raise CheckpointError(
             "HF302",
@@ -95,11 +110,7 @@ def agreed_board(
 
 
 def restore_from(
-    state: State,
-    start: StartFrom,
-    group: Collective,
-    *,
-    global_batch: int,
+    state: TrainingState, start: StartFrom, group: Collective, *, global_batch: int
 ) -> Commit:
     """Load another run's checkpoint in place; collective.
 
@@ -108,10 +119,7 @@ def restore_from(
             data cursor does not fit the job.
     """
     commit = Commit(
-        epoch=start.epoch,
-        step=start.step,
-        dir=start.dir,
-        manifest_sha256=start.manifest_sha256,
+        epoch=start.epoch, step=start.step, dir=start.dir, manifest_sha256=start.manifest_sha256
     )
     storage = CheckpointStorage(Path(start.checkpoints))
     try:
@@ -128,7 +136,7 @@ def restore_from(
 
 def _load_commit(
     commit: Commit,
-    state: State,
+    state: TrainingState,
     storage: CheckpointStorage,
     group: Collective,
     *,
@@ -136,44 +144,9 @@ def _load_commit(
 ) -> None:
     content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
     manifest = Manifest.decode(content.encode())
-    mine = share_of(manifest.files, group.rank, group.world_size)  # each file is read by one rank
+    mine = share_of(manifest.files, group.rank, group.world_size)
     group.together(lambda: storage.verify(commit.dir, manifest, mine))
-    _check_cursor(manifest, global_batch)
-    group.together(partial(_load, commit, manifest, storage, state))
-
-
-def _read_patiently(
-    board: Board, epoch: int, mono: Callable[[], float], sleep: Callable[[float], None]
-) -> tuple[str | None, str]:
-    """Return the board's content; None and why, when it does not answer.
-
-    Raises:
-        OSError: it may not be read or is missing: asking again is of no use.
-        ValueError: another version wrote it.
-    """
-    try:
-        state = ask_patiently(
-            partial(_read, board, epoch), mono=mono, wait=sleep, for_s=BOARD_WAIT_S
-        )
-        return state.encode().decode(), ""
-    except (PermissionError, FileNotFoundError):
-        raise
-    except OSError as error:
-        return None, describe(error)
-
-
-def _read(board: Board, epoch: int) -> BoardState:
-    current = board.get_state()
-    state = BoardState.decode(current[0]) if current else BoardState()
-    if state.epoch < epoch:
-        reason = f"it still shows epoch {state.epoch} to a worker of epoch {epoch}"
-        raise OSError(errno.ESTALE, f"{reason}: the file system's cache is stale")
-    usable = tuple(c for c in state.commits if state.allows(c.epoch, c.step))
-    return dataclasses.replace(state, commits=usable)
-
-
-def _check_cursor(manifest: Manifest, global_batch: int) -> None:
-    """Refuse a job with other batches: samples would be lost or repeated."""
+    # With other batches samples would be lost or repeated.
     if manifest.consumed_samples != manifest.step * global_batch:
         raise CheckpointError(
             "HF303",
@@ -182,14 +155,10 @@ def _check_cursor(manifest: Manifest, global_batch: int) -> None:
             f"set global_batch back to {manifest.consumed_samples // max(manifest.step, 1)}",
         )
 
+    def load() -> None:
+        reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
+        step = state.load(reader)
+        if step != manifest.step:
+            raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")
 
-def _load(
-    commit: Commit,
-    manifest: Manifest,
-    storage: CheckpointStorage,
-    state: State,
-) -> None:
-    reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
-    step = state.load(reader)
-    if step != manifest.step:
-        raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")
+    group.together(load)

@@ -35,6 +35,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elastic_trainer.board.state import Board, BoardBusyError, BoardState, Commit, Origin, update
+from elastic_trainer.plan.config import CheckpointSection, StartFrom, TrainConfig
+from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.state.collective import Collective, StepFailedError, describe
 from elastic_trainer.state.errors import SaveFailedError, UncertainError
 from elastic_trainer.state.manifest import FileEntry, Manifest, with_commit
@@ -56,15 +59,39 @@ _WAYS_OUT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """What one save writes. `manifest` has no files yet."""
+class CheckpointPolicy:
+    """The job and epoch of a saved state."""
 
-    staged: NamedTensors
-    manifest: Manifest
-    keep: int
-    keep_every_steps: int | None
-    origin: Origin | None = None
-    """Where the epoch began; None before a restore."""
+    run_id: str
+    epoch: int
+    """The board refuses commits of other epochs."""
+    section: CheckpointSection
+    ceiling_s: float
+    """How long ranks wait for each other while a save is written."""
+    layout: str = ""
+    """For the manifest; any layout can read the checkpoint."""
+    global_batch: int = 0
+    """Samples a step; 0: not counted."""
+    model: ModelShape | None = None
+    start_from: StartFrom | None = None
+    training: str = "1"
+    """Name of the training within the run; the trainer has one."""
+    number: int = 1
+    """Number of that training among those of this process."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> CheckpointPolicy:
+        """Take it from job.json."""
+        return cls(
+            run_id=config.run_id,
+            epoch=epoch,
+            section=config.checkpoint,
+            ceiling_s=config.elastic.start_ceiling_s,
+            layout=str(layout),
+            global_batch=config.train.global_batch,
+            model=config.model,
+            start_from=config.start_from,
+        )
 
 
 def how_to_fix(reason: str, root: Path) -> str:
@@ -104,7 +131,11 @@ class Writer(dcp.FileSystemWriter):
 
 
 def write_checkpoint(
-    request: SaveRequest,
+    policy: CheckpointPolicy,
+    step: int,
+    staged: NamedTensors,
+    *,
+    origin: Origin | None,
     storage: CheckpointStorage,
     board: Board,
     group: Collective,
@@ -112,21 +143,59 @@ def write_checkpoint(
 ) -> Commit:
     """Write, digest and commit one checkpoint; collective.
 
+    `origin`: where the epoch began; None before a restore.
+
     Raises:
         SaveFailedError: on every rank. The partial directory is removed, or left to the next save
             where its commit is uncertain.
         Exception: the group broke.
     """
-    name = None
-    try:
-        name = group.by_first(lambda: _make(request.manifest, storage, at))
-        _write_data(request.staged, Writer(storage.root / name, at), group)
-        entries = group.gather(lambda: _digest(name, group.rank, storage, at))
-        return Commit(
-            **group.by_first(
-                lambda: _commit(request, name, entries, storage=storage, board=board, at=at)
-            )
+    name = ""
+
+    def make() -> str:
+        made = storage.make(step, policy.epoch)
+        at("made")
+        return made
+
+    def digest() -> dict[str, Any]:
+        at("written")
+        entries = storage.digest(name, group.rank)
+        return {file: dataclasses.asdict(entry) for file, entry in entries.items()}
+
+    def commit() -> dict[str, Any]:
+        """Write the manifest, swap the board, then remove what no longer counts."""
+        manifest = Manifest(
+            run_id=policy.run_id,
+            epoch=policy.epoch,
+            step=step,
+            consumed_samples=step * policy.global_batch,
+            layout=policy.layout,
+            world_size=group.world_size,
+            files={file: FileEntry(**entry) for part in digests for file, entry in part.items()},
+            model=policy.model,
         )
+        sha256 = storage.write_manifest(name, manifest)
+        at("manifest")
+        made = Commit(
+            epoch=policy.epoch,
+            step=step,
+            dir=name,
+            manifest_sha256=sha256,
+            t_unix=round(time.time(), 3),
+        )
+        state = _swap(board, made, policy.section.keep, origin)
+        at("committed")
+        with contextlib.suppress(OSError):  # housekeeping; the next commit tries again
+            storage.retire(
+                state.kept, epoch=policy.epoch, keep_every_steps=policy.section.keep_every_steps
+            )
+        return dataclasses.asdict(made)
+
+    try:
+        name = group.by_first(make)
+        _write_data(staged, Writer(storage.root / name, at), group)
+        digests = group.gather(digest)
+        return Commit(**group.by_first(commit))
     except StepFailedError as error:
         reason = describe(error)
         if group.rank == 0 and name and not isinstance(error.__cause__, UncertainError):
@@ -239,46 +308,7 @@ def _result(row: list[Any]) -> WriteResult:
     return WriteResult(index, size_in_bytes, _StorageInfo(*where))
 
 
-def _make(manifest: Manifest, storage: CheckpointStorage, at: WritePoint) -> str:
-    name = storage.make(manifest.step, manifest.epoch)
-    at("made")
-    return name
-
-
-def _digest(name: str, rank: int, storage: CheckpointStorage, at: WritePoint) -> dict[str, Any]:
-    at("written")
-    return {file: dataclasses.asdict(entry) for file, entry in storage.digest(name, rank).items()}
-
-
-def _commit(
-    request: SaveRequest,
-    name: str,
-    entries: Sequence[dict[str, Any]],
-    *,
-    storage: CheckpointStorage,
-    board: Board,
-    at: WritePoint,
-) -> dict[str, Any]:
-    """Write the manifest, swap the board, then remove what no longer counts. Rank 0."""
-    files = {file: FileEntry(**entry) for part in entries for file, entry in part.items()}
-    manifest = dataclasses.replace(request.manifest, files=files)
-    digest = storage.write_manifest(name, manifest)
-    at("manifest")
-    commit = Commit(
-        epoch=manifest.epoch,
-        step=manifest.step,
-        dir=name,
-        manifest_sha256=digest,
-        t_unix=round(time.time(), 3),
-    )
-    state = _swap(board, commit, request)
-    at("committed")
-    with contextlib.suppress(OSError):  # housekeeping; the next commit tries again
-        storage.retire(state.kept, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
-    return dataclasses.asdict(commit)
-
-
-def _swap(board: Board, commit: Commit, request: SaveRequest) -> BoardState:
+def _swap(board: Board, commit: Commit, keep: int, origin: Origin | None) -> BoardState:
     """Put `commit` on the board and return the board's state.
 
     Raises:
@@ -287,8 +317,7 @@ def _swap(board: Board, commit: Commit, request: SaveRequest) -> BoardState:
         UncertainError: nobody can tell; the next commit or restore will.
     """
     try:
-        change = partial(with_commit, commit=commit, keep=request.keep, origin=request.origin)
-        state = update(board, change)
+        state = update(board, partial(with_commit, commit=commit, keep=keep, origin=origin))
     except BoardBusyError as error:
         raise SaveFailedError(str(error)) from error
     except OSError as error:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.state.offload import WORTH_BYTES, fault_in, start_idle
+from elastic_trainer.state.offload import WORTH_BYTES, fault_in, foreach_copy, start_idle
 from elastic_trainer.worker.torch_private import dtensor_like, local_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -45,25 +44,22 @@ def _named_params(model: nn.Module) -> dict[int, str]:
     return {id(param): clean_name(name) for name, param in model.named_parameters()}
 
 
-def _optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor]]:
-    names = _named_params(model)
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                yield f"state.{names[id(param)]}.{key}", value
-
-
 def live_tensors(model: nn.Module, *optimizers: torch.optim.Optimizer) -> NamedTensors:
     """Return the tensors of `model` and `optimizers` themselves, not copies."""
+    names = _named_params(model)
     return {
         MODEL: {
             clean_name(name): value
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor)
         },
-        OPTIM: dict(pair for each in optimizers for pair in _optimizer_tensors(model, each)),
+        OPTIM: {
+            f"state.{names[id(param)]}.{key}": value
+            for optimizer in optimizers
+            for param, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        },
     }
 
 
@@ -145,8 +141,7 @@ class Stager:
                     if isinstance(tensor, DTensor)
                     else targets[-1]
                 )
-        # One call for all: a call each costs more than the bytes of a small model.
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        foreach_copy(targets, sources)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
         return staged
@@ -203,24 +198,8 @@ class LocatingReader(StorageReader, abc.ABC):
         """
 
 
-class State(Protocol):
-    """The state that both tiers keep: the trainer's, or a user loop's."""
-
-    def live(self, step: int, *, speaks: bool) -> NamedTensors:
-        """Return the tensors after `step`, not copies.
-
-        `speaks`: this rank adds what is the same on all ranks (section `trainer`).
-        """
-
-    def load(self, reader: StorageReader) -> int:
-        """Read this rank's part in place; return its step.
-
-        The reader may have collectives, so all ranks call it alike, and `read_into` once.
-        """
-
-
 class TrainingState:
-    """Parameters, optimizers, torch's generators, and small tensors of the trainer.
+    """What both tiers keep: parameters, optimizers, torch's generators, small tensors besides.
 
     Each parameter has one optimizer. `keeps` are the same on all ranks; `load` overwrites those
     that the data has.
@@ -236,7 +215,10 @@ class TrainingState:
         self._generators = generators_of(next(model.parameters()).device)
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
-        """See State."""
+        """Return the tensors after `step`, not copies.
+
+        `speaks`: this rank adds what is the same on all ranks (section `trainer`).
+        """
         live = self._tensors()
         if speaks:
             random = {name: each.get_state() for name, each in self._generators.items()}
@@ -244,7 +226,10 @@ class TrainingState:
         return live
 
     def load(self, reader: StorageReader) -> int:
-        """See State; makes a fresh optimizer's empty state first."""
+        """Read this rank's part in place; return its step. Makes a fresh optimizer's state first.
+
+        The reader may have collectives, so all ranks call it alike, and `read_into` once.
+        """
         metadata = reader.read_metadata()
         sizes = self._sizes(metadata)
         for optimizer in self._optimizers:
@@ -262,12 +247,15 @@ class TrainingState:
         return int(step.item())
 
     def _tensors(self) -> NamedTensors:
-        """Return sections `model` and `optim`."""
         return live_tensors(self._model, *self._optimizers)
 
     def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Return the sizes and dtypes, by full name, that an optimizer's state is made with."""
-        return _tensor_sizes(metadata)
+        return {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
 
 def generators_of(device: torch.device) -> dict[str, torch.Generator]:
@@ -295,11 +283,3 @@ def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
     reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }

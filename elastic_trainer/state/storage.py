@@ -21,7 +21,7 @@ from elastic_trainer.state.manifest import (
     directory_name,
     superseded,
 )
-from elastic_trainer.storage.files import look_afresh, open_regular, read_regular
+from elastic_trainer.storage.files import look_afresh, open_regular, read_regular, write_new
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""
@@ -91,10 +91,7 @@ class CheckpointStorage:
         """Write the manifest durably, directory entries included; return its sha256."""
         raw = manifest.encode()
         path = self.root / name / MANIFEST_NAME
-        with path.open("xb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, raw, durable=True)
         for directory in (path.parent, self.root):
             fsync(directory)
         return hashlib.sha256(raw).hexdigest()

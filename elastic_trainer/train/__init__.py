@@ -1,1 +1,1 @@
-"""The training of one worker: the built-in trainer, and what scripts of one's own share with it."""
+"""The training of one worker: the built-in trainer, and what a script's own loop shares with it."""

@@ -24,16 +24,10 @@ from elastic_trainer.train.marks import Mark, mark_compiling, mark_stage
 
 
 class Engine:
-    """Builds this rank's part on the meta device; `allocate` gives it memory.
+    """Builds this rank's part on the meta device; `allocate` gives it memory on `device`.
 
-    Collective: makes the process groups of the mesh.
-
-    Args:
-        config: job.json.
-        rung: of this epoch.
-        rank: of this worker.
-        device: where it will compute.
-        mark: of the heartbeat; called as the step passes through the model.
+    Collective: makes the process groups of the mesh. `mark` is called as a step passes through the
+    model.
     """
 
     def __init__(
@@ -88,15 +82,12 @@ class Engine:
     def forward_backward(self, micro_batches: Iterable[MicroBatch], tokens: int) -> Tensor:
         """Add up the gradients of one step.
 
-        Ranks in the middle of a pipeline take micro-batches of packed documents only.
-
-        Args:
-            micro_batches: of this rank.
-            tokens: targets of the global batch that count: the loss is the mean over them.
+        Ranks in the middle of a pipeline take micro-batches of packed documents only. The loss is
+        the mean over `tokens`, the targets of the global batch that count.
 
         Returns:
-            The token losses this rank is to count, fp64 scalar: over all ranks their
-            sum is that of the global batch.
+            The token losses this rank is to count, fp64 scalar: over all ranks their sum is that of
+            the global batch.
         """
         self._weight = 1.0 / tokens
         loss_sum = self._run(micro_batches, backward=True)

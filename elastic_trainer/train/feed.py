@@ -33,16 +33,10 @@ class MicroBatch:
 
 
 class Feed:
-    """Reads the corpus for one rank.
+    """Reads the corpus for the rank at `coordinate` of the layout.
 
-    Args:
-        corpus: open.
-        train: sizes of the batch.
-        rung: the layout, and how many micro-batches every dp rank runs.
-        coordinate: this rank's, from `layout.coordinate`.
-        ledger: of this rank's dp index; None on ranks that leave it to another.
-        device: where the tokens go.
-        stop: samples from here on count nothing; None: all count.
+    `ledger` is that of its dp index; None on ranks that leave it to another. Samples from `stop` on
+    count nothing; None: all count.
     """
 
     def __init__(
@@ -52,7 +46,7 @@ class Feed:
         rung: Rung,
         *,
         coordinate: dict[str, int],
-        ledger: LedgerWriter | None,
+        ledger: SampleLedger | None,
         device: torch.device,
         stop: int | None = None,
     ) -> None:
@@ -134,9 +128,8 @@ class Feed:
     def pass_over(self, step: int) -> None:
         """Count this rank's samples of `step` as consumed, without reading them."""
         if self._ledger is not None:
-            for samples in self._samples_of(step):
-                if samples is not None:
-                    self._ledger.fed(samples)
+            for samples in filter(None, self._samples_of(step)):
+                self._ledger.fed(samples)
             self._ledger.end_step(step, skipped=True)
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
@@ -147,7 +140,7 @@ class Feed:
     @property
     def behind(self) -> bool:
         """Whether this rank's ledger waits for its storage; until then no step is committed."""
-        return self._ledger is not None and self._ledger.behind
+        return self._ledger is not None and self._ledger.behind > 0
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the ledger's storage, at most `timeout_s`; return whether all is written."""
@@ -164,7 +157,7 @@ class Feed:
 # -- The ledger: which samples each step consumed -------------------------------------------------
 
 
-class LedgerWriter:
+class SampleLedger(WriteBehind):
     """One file per epoch and dp rank: `ledger/e<epoch>-dp<rank>.jsonl`.
 
     The first line says where the epoch resumed; each following one is a step and the
@@ -179,7 +172,7 @@ class LedgerWriter:
         self, run_dir: Path, *, epoch: int, dp_rank: int, resume_step: int, layout: str
     ) -> None:
         path = run_dir / "ledger" / f"e{epoch:06d}-dp{dp_rank:05d}.jsonl"
-        self._file = WriteBehind(path, must_keep=True)
+        super().__init__(path, must_keep=True)
         self._put({"epoch": epoch, "resume_step": resume_step, "layout": layout})
         self._samples: list[list[int]] = []
 
@@ -196,18 +189,5 @@ class LedgerWriter:
         self._put({**line, "skipped": True} if skipped else line)
         self._samples = []
 
-    @property
-    def behind(self) -> bool:
-        """Whether lines are not written yet: the storage stalls."""
-        return self._file.behind > 0
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all lines are written, at most `timeout_s`; return whether they are."""
-        return self._file.flush(timeout_s)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
     def _put(self, line: dict[str, object]) -> None:
-        self._file.put((json.dumps(line, separators=(",", ":")) + "\n").encode("ascii"))
+        self.put((json.dumps(line, separators=(",", ":")) + "\n").encode("ascii"))

@@ -34,8 +34,9 @@ from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.errors import FencedError
-from elastic_trainer.state.state import live_tensors
+from elastic_trainer.state.state import flat_names, live_tensors
 from elastic_trainer.worker.rank_grid import RankGrid
+from elastic_trainer.worker.torch_private import local_of
 
 RECENT: Final = "recent"
 """Name in checkpoints of the baseline: (2, MAX_WINDOW) fp64, losses and norms, NaN at the end."""
@@ -90,12 +91,7 @@ class Mismatch:
 class Guard:
     """Checks the numbers of each step of one worker and epoch; all ranks decide alike.
 
-    Args:
-        config: job.json.
-        board: where what outlives the epoch is recorded; few ranks touch it.
-        events: of this worker.
-        ranks: all; rank 0 speaks for them.
-        epoch: of this worker; nothing is recorded once the board is at another.
+    What outlives the epoch goes on the board, by few ranks, and only while it is at `epoch`.
     """
 
     def __init__(
@@ -162,11 +158,9 @@ class Guard:
         self.keeps[RECENT][:, : recent.shape[1]] = recent
 
     def _skip(self, step: int) -> bool:
-        """Note the skip, so that a later recovery skips the batch again.
+        """Note the skip, for later recoveries; return whether it is on the board.
 
-        Returns:
-            Whether it is on the board. If not, training continues all the same: whoever does
-            the step again decides again.
+        If not, training continues all the same: whoever does the step again decides again.
         """
         skip = Skip(step, step)
         self._record = self._record.with_skip(skip)
@@ -183,9 +177,8 @@ class Guard:
         Raises:
             StepFailedError: on every rank; the board could not be written, nothing is decided.
         """
-        everyone = Collective(self._ranks)
-        target = everyone.by_first(lambda: self._void_for_rollback(step, decision.reason))
-        if target is not None:
+        void = functools.partial(self._void_for_rollback, step, decision.reason)
+        if Collective(self._ranks).by_first(void) is not None:
             return decision
         why = f"{decision.reason}; skipped, because there is no checkpoint to roll back to"
         return dataclasses.replace(decision, action=AnomalyAction.SKIP, reason=why)
@@ -262,7 +255,7 @@ class Guard:
             ReplicaMismatchError: on all ranks that hold the shard, without a majority.
         """
         begun = time.monotonic()
-        found = find_mismatch(_named(model, optimizer))
+        found = find_mismatch(flat_names(live_tensors(model, optimizer)))
         if found is None:
             self._trusted = step
             if self._rank == 0:
@@ -299,14 +292,6 @@ class Guard:
         )
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{section}.{name}": tensor
-        for section, tensors in live_tensors(model, optimizer).items()
-        for name, tensor in tensors.items()
-    }
-
-
 # --- replicas of a shard: silent corruption makes them differ ---------------------------------
 
 
@@ -336,13 +321,10 @@ def _weights_on(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def find_mismatch(tensors: Mapping[str, Tensor]) -> Mismatch | None:
-    """Compare `tensors` bitwise with their replicas; collective over each group of replicas.
+    """Compare `tensors`, by name, with their replicas bitwise; collective over each group of them.
 
-    Ranks of another group do not learn what is found here.
-
-    Args:
-        tensors: by name. Those that are DTensors and replicated over some axis of their
-            mesh are compared over that axis: all ranks of it call with the same names.
+    DTensors are compared over the axes of their mesh that replicate them. Ranks of another group do
+    not learn what is found here.
     """
     by_group: dict[dist.ProcessGroup, list[str]] = {}
     for name, tensor in tensors.items():
@@ -363,7 +345,7 @@ def find_mismatch(tensors: Mapping[str, Tensor]) -> Mismatch | None:
 
 
 def _odd_in(group: dist.ProcessGroup, tensors: list[Tensor]) -> Odd | None:
-    mine = torch.stack([digest_of(_local(tensor)) for tensor in tensors])
+    mine = torch.stack([digest_of(local_of(tensor)) for tensor in tensors])
     everybody = mine.new_empty(dist.get_world_size(group) * len(tensors))
     dist.all_gather_into_tensor(everybody, mine, group=group)
     return odd_ones_out(everybody.view(-1, len(tensors)).tolist())
@@ -379,7 +361,3 @@ def replica_groups(tensor: Tensor) -> list[dist.ProcessGroup]:
         for axis, placement in enumerate(tensor.placements)
         if placement.is_replicate() and mesh.size(axis) > 1
     ]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Final, Protocol, Self, TypeVar
+from typing import Final, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from elastic_trainer.model.decoder import Decoder
@@ -26,11 +27,9 @@ Mark = Callable[[int], None]
 def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool) -> None:
     """Have `stage` mark its way through forward and backward; numbers stay the same.
 
-    Args:
-        stage: parallelised: these hooks must come after FSDP's own.
-        mark: of this worker's heartbeat.
-        in_pipeline: outside its stage a rank waits for others.
-        compiled: its blocks are; a hook would break their graphs, so only the whole is marked.
+    It is parallelised already: these hooks must come after FSDP's own. In a pipeline a rank waits
+    for others outside its stage. Hooks would break the graphs of compiled blocks: only the whole is
+    marked then.
     """
     after = StepPart.PIPELINE if in_pipeline else StepPart.FORWARD  # the loss comes next
     if compiled:
@@ -94,33 +93,19 @@ TIMED: Final = frozenset({StepPart.FORWARD, StepPart.BACKWARD})
 """FSDP has its stream wait for parameters before our hooks, so these are without that wait."""
 
 
-class TimedEvent(Protocol):
-    """As torch.cuda.Event with `enable_timing`."""
-
-    def record(self) -> None:
-        """Note the time once the device has come here."""
-
-    def query(self) -> bool:
-        """Return whether it has."""
-
-    def elapsed_time(self, end_event: Self) -> float:
-        """Return the milliseconds until `end_event`."""
-
-
 class DeviceTimes:
     """Marks for the heartbeat that record an event each; read a step late, nothing is waited for.
 
-    Args:
-        heartbeat: takes the marks, and the device's times of TIMED in place of the host's.
-        new_event: makes an event of the device.
+    The heartbeat takes the marks, and the device's times of TIMED in place of the host's.
+    `new_event` makes an event with `enable_timing`.
     """
 
-    def __init__(self, heartbeat: Heartbeat, new_event: Callable[[], TimedEvent]) -> None:
+    def __init__(self, heartbeat: Heartbeat, new_event: Callable[[], torch.cuda.Event]) -> None:
         self._heartbeat, self._new_event = heartbeat, new_event
-        self._spare: list[TimedEvent] = []
-        self._before: list[tuple[int, TimedEvent]] = []
+        self._spare: list[torch.cuda.Event] = []
+        self._before: list[tuple[int, torch.cuda.Event]] = []
         """Of the last step."""
-        self._now: list[tuple[int, TimedEvent]] = []
+        self._now: list[tuple[int, torch.cuda.Event]] = []
         heartbeat.time_elsewhere(TIMED)
 
     def begin_step(self) -> None:

@@ -30,14 +30,14 @@ class ShardedAdamW(torch.optim.AdamW):
     """AdamW that computes on each rank's own part, past DTensor's dispatch.
 
     Every operation is elementwise, so parts need nothing of each other. DTensor would derive
-    each operation's placement anew in every process: 70 ms of the first step after a recovery,
+    each operation's placement again in every process: 70 ms of the first step after a recovery,
     and 3 ms of every step of a tiny model. Parameters and state stay DTensors outside.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = map(_local, tensors)
+            tensors[:] = map(local_of, tensors)
         return has_complex
 
 
@@ -75,14 +75,12 @@ def gradient_square_sum(model: nn.Module) -> Tensor:
 
     The sum over all ranks is the square of the global norm: what n ranks hold alike
     counts 1/n on each. In fp64, so that the norm does not depend on where shards end.
-
-    Args:
-        model: sharded; gradients are reduced already.
+    Past autograd, whose view of each tensor costs more than the sum over a small one.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for param in model.parameters():
         if (grad := param.grad) is not None:
-            by_copies.setdefault(_num_copies(grad), []).append(_local(grad))
+            by_copies.setdefault(_num_copies(grad), []).append(local_of(grad))
     sums = [
         torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies  # noqa: SLF001
         for copies, grads in by_copies.items()
@@ -94,7 +92,7 @@ def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
     """Scale the gradients, whose global norm is `norm`, to at most `clip_norm` (0: never)."""
     if clip_norm <= 0 or norm <= clip_norm:
         return
-    grads = [_local(param.grad) for param in model.parameters() if param.grad is not None]
+    grads = [local_of(param.grad) for param in model.parameters() if param.grad is not None]
     torch._foreach_mul_(grads, clip_norm / norm)
 
 
@@ -104,8 +102,3 @@ def _num_copies(grad: Tensor) -> int:
         return 1
     sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    # Past autograd: its view of each tensor costs more than the sum over a small one.
-    return local_of(tensor)

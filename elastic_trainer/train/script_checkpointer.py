@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.board.state import Training
 from elastic_trainer.plan.config import CheckpointSection, ElasticSection, TrainConfig
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.train.script_state import ScriptState, Sharding
 from elastic_trainer.train.session import Agreed, Session, WorkerContext
 from elastic_trainer.worker.fresh_process import leave_stops_to_the_agent
@@ -32,9 +32,7 @@ _LOOK_BYTES = 65536
 def device_of(backends: str, local_rank: int) -> torch.device:
     """Return where a script computes, by the back ends of its default process group.
 
-    Args:
-        backends: by device, as `cpu:gloo,cuda:nccl`; torch's choice where the script named none.
-        local_rank: of this worker.
+    They are named by device, as `cpu:gloo,cuda:nccl`; by torch where the script named none.
     """
     on_cuda = "cuda:nccl" in backends.split(",") and torch.cuda.is_available()
     return torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
@@ -45,11 +43,8 @@ class ScriptCheckpointer(Session):
 
     Signals to stop mean nothing to the process from here on: the agent gets them too.
 
-    Args:
-        env: what the agent has set.
-        checkpoint: keys of the section `checkpoint` that the script sets.
-        training: name of the training; None: its number in the process.
-        before: the training that the process did before.
+    `checkpoint` has the keys of the section that the script sets. `training` None: the training is
+    called by its number in the process. `before` is the one that the process did before.
 
     Raises:
         ApiError: HF530, torch.distributed is not initialised.
@@ -159,17 +154,19 @@ class ScriptCheckpointer(Session):
 
     def finish(self, step: int) -> bool:
         """Have the state after `step` on storage as the training's last; return whether it is."""
-        saved = self.saved_step == step or self.save(step, wait=True)
-        return saved and self.checkpoints.finish(step)
+        return self._on_storage(step) and self.checkpoints.finish(step)
 
     def keep(self, step: int, *, growing: bool) -> bool:
         """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
-        in_memory = self.leave(step, growing=growing)
-        return in_memory or self.saved_step == step or self.save(step, wait=True)
+        return self.leave(step, growing=growing) or self._on_storage(step)
+
+    def _on_storage(self, step: int) -> bool:
+        checkpoints = self.checkpoints
+        return checkpoints.saved_step == step or checkpoints.save(step, wait=True)
 
 
 def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) -> CheckpointPolicy:
-    """Return what job.json says, or what stands for it where only flags describe the job."""
+    """Return what job.json says, or its substitute where only flags describe the job."""
     layout = who.rung.layout
     path = Path(job or os.devnull) / "job.json"
     if path.is_file():

@@ -39,17 +39,10 @@ _COUNT_BYTES: Final = 16
 
 
 class ScriptState(TrainingState):
-    """Model, optimizers and what else a script wants kept.
+    """Model, optimizers with their `param_groups`, and what else a script wants kept.
 
-    Args:
-        model: whose values are kept.
-        optimizers: of its parameters; their `param_groups` are kept too.
-        tensors: more of them by name, the same on all ranks.
-        objects: with a state dict, the same on all ranks: schedulers, scalers.
-        per_rank: with a state dict of this rank alone: data loaders.
-        rank: of this worker.
-        world_size: of the epoch.
-        sharding: of plain tensors that are a part.
+    `tensors` and `objects` (schedulers, scalers) are the same on all ranks, the state dicts of
+    `per_rank` (data loaders) are this rank's alone. `sharding` is of plain tensors that are a part.
     """
 
     def __init__(
@@ -74,7 +67,7 @@ class ScriptState(TrainingState):
         self._ranks_then = 0
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
-        """See State. What objects say is asked for anew."""
+        """See TrainingState. Objects are asked again for their state."""
         live = super().live(step, speaks=speaks)
         if speaks:
             live[TRAINER][OBJECTS] = self._written(OBJECTS, self._said())
@@ -84,7 +77,7 @@ class ScriptState(TrainingState):
         return live
 
     def load(self, reader: StorageReader) -> int:
-        """See State. Objects get theirs by `hand_out`: the data is not to blame for them."""
+        """See TrainingState. Objects get theirs by `hand_out`: it is not the data's fault."""
         there = reader.read_metadata().state_dict_metadata
         self._ranks_then = sum(name.startswith(f"{TRAINER}.{_of_rank('')}") for name in there)
         self._found = {
@@ -126,7 +119,7 @@ class ScriptState(TrainingState):
         """Return the bytes of the objects' state, and of this rank's: all ranks have to agree.
 
         Raises:
-            ApiError: HF534, it is none that can be read without running code.
+            ApiError: HF534, it cannot be read without running code.
         """
         mine = _encoded(_state_dicts(self._per_rank)) if self._per_rank else b""
         params = sum(len(g["params"]) for each in self._optimizers for g in each.param_groups)
@@ -152,11 +145,6 @@ class ScriptState(TrainingState):
                 group.update(values)
 
     def _written(self, name: str, states: Mapping[str, Any]) -> Tensor:
-        """Return the buffer of `name` with `states` in it.
-
-        Raises:
-            ApiError: HF534, they have outgrown it.
-        """
         buffer, data = self._buffers[name], _encoded(states)
         if len(data) + _LENGTH_BYTES > len(buffer):
             raise ApiError(
@@ -219,8 +207,7 @@ def _set_counts(optimizer: torch.optim.Optimizer, kept: Mapping[str, list[Any]])
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter of `state.<parameter>.<key>`."""
-    return name.removeprefix("state.").rpartition(".")[0]
+    return name.removeprefix("state.").rpartition(".")[0]  # of `state.<parameter>.<key>`
 
 
 def _of_rank(rank: int | str) -> str:

@@ -24,10 +24,10 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import offload_of
-from elastic_trainer.state.saver import CheckpointPolicy
-from elastic_trainer.state.state import State
+from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.heartbeat import Request
 from elastic_trainer.worker.rank_grid import RankGrid, shared_grid
 
@@ -37,8 +37,7 @@ class WorkerContext:
     """Who this worker is; torchrun's environment and ours, read once."""
 
     run_dir: Path
-    """Where the record is: the run directory, or what stands for it where only flags describe
-    the job."""
+    """Of the record: the run directory, or its substitute where only flags describe the job."""
     rank: int
     local_rank: int
     """Index of its device."""
@@ -93,20 +92,9 @@ class Agreed:
 
 
 class Session:
-    """One worker in one epoch. All ranks make one at the same place and call it alike.
+    """One worker in one epoch. All ranks make one at the same place and call it alike."""
 
-    Args:
-        who: this worker.
-        policy: what is kept, and where.
-        device: of the model.
-    """
-
-    def __init__(
-        self,
-        who: WorkerContext,
-        policy: CheckpointPolicy,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, who: WorkerContext, policy: CheckpointPolicy, device: torch.device) -> None:
         self.who, self.device, self._policy = who, device, policy
         self.layout = who.rung.layout
         self.events = EventLog(
@@ -116,8 +104,6 @@ class Session:
             rank=who.rank,
             epoch=who.epoch,
         )
-        self.saved_step = -1
-        """Newest step that is known to be on storage; a save of it would write it again."""
         self._phase_begun_mono = time.monotonic() if who.born_mono is None else who.born_mono
         self._stepped = False
         self._manager: CheckpointManager | None = None
@@ -132,11 +118,6 @@ class Session:
         """All ranks, for the thread that trains; collective when first asked for."""
         return self._grid("steps")
 
-    @cached_property
-    def savers(self) -> Collective:
-        """All ranks, for saves and restores; collective when first asked for."""
-        return Collective(self._grid("saves"))
-
     def _grid(self, use: str) -> RankGrid:
         return shared_grid(use, timedelta(seconds=self._policy.ceiling_s))
 
@@ -150,24 +131,15 @@ class Session:
 
     def restore(
         self,
-        state: State,
+        state: TrainingState,
         *,
         placement: ParallelLayout | None = None,
         ready: Callable[[], bool] = lambda: True,
     ) -> int | None:
         """Load the newest valid state in place, and keep `state` from now on; collective.
 
-        Args:
-            state: what is kept.
-            placement: layout by which copies are placed; None: that of the epoch.
-            ready: whether what else must be safe before a snapshot counts is.
-
-        Returns:
-            Its step; None when there is nothing yet.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none can be used.
-            BoardAwayError: the board does not answer.
+        `placement` is the layout by which copies are placed; None: that of the epoch. A snapshot
+        counts only once `ready`. Returns and raises as `CheckpointManager.restore`.
         """
         assert self._manager is None, "restore is called once"
         self._manager = CheckpointManager(
@@ -179,18 +151,15 @@ class Session:
             state=state,
             memory=self._memory(placement or self.layout, ready),
             since_mono=self.who.since_mono,
-            group=self.savers,
+            group=Collective(self._grid("saves")),
         )
-        found = self._manager.restore()
-        if found in self._manager.committed_steps:  # what came from memory need not be
-            self.saved_step = found
-        return found
+        return self._manager.restore()
 
-    def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> MemoryTier | None:
+    def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> SnapshotTier | None:
         every_steps = self._policy.section.memory_every_steps
         if self.who.place is None or not every_steps:
             return None
-        return MemoryTier(
+        return SnapshotTier(
             self.who.place,
             placement,
             rank=self.who.rank,
@@ -224,47 +193,21 @@ class Session:
     def snapshot(self, step: int, *, overlaps: bool = False) -> None:
         """Copy the state after `step` into memory where that is due; see how saves ended.
 
-        Args:
-            step: last completed one.
-            overlaps: the device continues meanwhile; the caller calls `before_update` before
-                anything writes to the state. Otherwise the device's next work waits.
+        With `overlaps` the device continues meanwhile, and the caller calls
+        `checkpoints.before_update` before anything writes to the state.
         """
         self.checkpoints.snapshot(step)
         if not overlaps:
-            self.before_update()
-        self._note(self.checkpoints.poll())
-
-    def before_update(self) -> None:
-        """Have the device's next work come after its part in the last snapshot."""
-        self.checkpoints.before_update()
-
-    def save(self, step: int, *, wait: bool) -> bool:
-        """Save the state after `step` to storage; collective.
-
-        Returns:
-            Whether it was started, or, with `wait`, committed.
-        """
-        if wait and self.checkpoints.saving == step and self.checkpoints.wait() == step:
-            self._note(step)
-            return True
-        saved = self.checkpoints.save(step, wait=wait)
-        if wait and saved:
-            self._note(step)
-        return saved
+            self.checkpoints.before_update()
+        self.checkpoints.poll()
 
     def leave(self, step: int, *, growing: bool) -> bool:
-        """Put on record that ranks leave after `step`; collective.
+        """Put on record that ranks leave after `step`; return whether memory keeps the state.
 
-        Returns:
-            Whether the state is kept in memory, which is enough where the nodes stay
-            (`growing`); otherwise storage has to do.
+        That is enough where the nodes stay (`growing`). Collective.
         """
         self.emit("trainer.stopping", step=step, why="growth" if growing else "stop")
         return growing and self.checkpoints.keep_in_memory(step)
-
-    def _note(self, saved: int | None) -> None:
-        if saved is not None:
-            self.saved_step = saved
 
     # --- the record ------------------------------------------------------------------------
 

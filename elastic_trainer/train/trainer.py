@@ -29,10 +29,10 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.engine import Engine, make_deterministic
-from elastic_trainer.train.feed import Feed, LedgerWriter
+from elastic_trainer.train.feed import Feed, SampleLedger
 from elastic_trainer.train.guard import Guard, NumbersError
 from elastic_trainer.train.marks import DeviceTimes, marked_data
 from elastic_trainer.train.optimizer import (
@@ -186,7 +186,7 @@ class Trainer:
         )
         ledger = None
         if here["pp"] == here["cp"] == here["tp"] == 0:  # it speaks for its dp index
-            ledger = LedgerWriter(
+            ledger = SampleLedger(
                 who.run_dir,
                 epoch=who.epoch,
                 dp_rank=here["dp"],
@@ -194,12 +194,7 @@ class Trainer:
                 layout=str(self.layout),
             )
         self.feed = Feed(
-            corpus,
-            config.train,
-            self.rung,
-            coordinate=here,
-            ledger=ledger,
-            device=self.device,
+            corpus, config.train, self.rung, coordinate=here, ledger=ledger, device=self.device
         )
         self.validation = None
         if config.validation is not None:
@@ -247,7 +242,7 @@ class Trainer:
             if Request.SAVE in requests:
                 self.heartbeat.save_served()
                 self._save(wait=False)
-        if self.session.saved_step < self.step:
+        if self.checkpoints.saved_step < self.step:
             self._save(wait=True)
         if asked := self._validate():
             return self._leave(growing=asked is Request.GROW)
@@ -256,7 +251,6 @@ class Trainer:
         return EXIT_DONE
 
     def _train_step(self, step: int) -> tuple[StepResult, float]:
-        """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
         tokens = self.feed.tokens(step)
         if self.device_times is not None:
@@ -273,7 +267,7 @@ class Trainer:
         if result.decision.applies:
             clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
             set_learning_rate(self.optimizer, lr)
-            self.session.before_update()
+            self.checkpoints.before_update()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return result, lr
@@ -330,7 +324,7 @@ class Trainer:
         self.heartbeat.beat(section=Section.SAVING)
         if wait and not self.feed.flush(self.config.elastic.start_ceiling_s):
             raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
-        saved = self.session.save(self.step, wait=wait)
+        saved = self.checkpoints.save(self.step, wait=wait)
         self.heartbeat.beat(section=Section.STEP)
         if wait and not saved:
             raise SaveRefusedError(
@@ -358,7 +352,7 @@ class Trainer:
             NumbersError: HF711, the job is to stop; the state before the step is saved.
         """
         if decision.action is AnomalyAction.STOP:
-            if max(self.session.saved_step, 0) < self.step:
+            if max(self.checkpoints.saved_step, 0) < self.step:
                 with suppress(SaveRefusedError):  # an event says so; the reason to stop is this one
                     self._save(wait=True)
             raise NumbersError(f"HF711 step {self.step + 1}: {decision.reason}")
@@ -367,13 +361,10 @@ class Trainer:
         return EXIT_SAVED
 
     def _validate(self) -> Request:
-        """Validate the state after the newest step where that is due.
+        """Validate the state after the newest step where due; return the request that ended it.
 
         Before the next step, so that an epoch that continues from here does what the one before
         it has not done, or not ended.
-
-        Returns:
-            The request that ended it before; else none.
         """
         if self.validation is None or not self.validation.due(self.step):
             return Request.NONE
@@ -399,7 +390,7 @@ class Trainer:
 
     def _leave(self, *, growing: bool) -> int:
         kept = self.session.leave(self.step, growing=growing)
-        if not kept and self.session.saved_step < self.step:
+        if not kept and self.checkpoints.saved_step < self.step:
             self._save(wait=True)
         self.heartbeat.beat(section=Section.STOPPED)
         return EXIT_SAVED
@@ -432,8 +423,7 @@ def load_config(run_dir: Path) -> TrainConfig:
 def run_worker(built: Callable[[Engine], None]) -> int:
     """Train as the environment says and return the exit code.
 
-    Args:
-        built: called with the engine before it is used.
+    `built` is called with the engine before it is used.
     """
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -22,14 +22,6 @@ _LEAVE = (Request.STOP, Request.GROW)
 class Validator:
     """Validates one worker's part of the model; all ranks do so at the same steps.
 
-    Args:
-        section: of `config`.
-        config: job.json.
-        rung: of this epoch.
-        run_dir: holds the cache and the pin.
-        coordinate: this rank's.
-        device: where the tokens go.
-
     Raises:
         DataError: see `open_corpus`.
         OSError: the cache or the pin cannot be written.
@@ -89,10 +81,8 @@ class Validator:
     ) -> float | Request:
         """Return the mean loss, or the request that ended it before; collective.
 
-        Args:
-            losses: adds up the losses of this rank's micro-batches of a global batch.
-            asked: what this rank's agent asks for.
-            sum_over_ranks: adds up a tensor over all ranks, in place.
+        `losses` adds up the losses of this rank's micro-batches of a global batch, `asked` returns
+        what this rank's agent asks for, `sum_over_ranks` adds up a tensor in place.
         """
         total, last = 0.0, -(-len(self._samples) // self._train.global_batch)
         for number in range(1, last + 1):

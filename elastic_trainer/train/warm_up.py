@@ -38,12 +38,11 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 def warm_up(env: Mapping[str, str]) -> None:
     """Do once what is the same in every epoch of a rung; leave no group, number or tensor behind.
 
-    Args:
-        env: that of a worker, as far as it is known: HOLDFAST_RUNG is of the epoch to come.
+    `env` is that of a worker, as far as it is known: HOLDFAST_RUNG is of the epoch to come.
     """
     config = load_config(Path(env["HOLDFAST_RECORD_DIR"]))
     device = device_of(config, int(env["LOCAL_RANK"]))
-    rung = _rung(env)
+    rung = Rung.from_dict(json.loads(env["HOLDFAST_RUNG"]))
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     state = random.getstate()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -64,10 +63,7 @@ def forget_others(engine: Engine) -> None:
 
     Other shapes would be compiled as dynamic ones. Ranks without a standby compile them as they
     are, and sums of the two differ. Compiled code calls groups by their names, which may be others'
-    here.
-
-    Args:
-        engine: of the worker, which has not run.
+    here. `engine` has not run.
     """
     if _compiled_for and _compiled_for.pop() != _compiled_as(engine):
         forget_compiled()
@@ -76,10 +72,6 @@ def forget_others(engine: Engine) -> None:
 def _compiled_as(engine: Engine) -> tuple[ParallelLayout, list[str]]:
     names = [group.group_name for group in engine.meshes.groups]
     return replace(engine.layout, dp=1, dp_replicate=1, ep=1), names
-
-
-def _rung(env: Mapping[str, str]) -> Rung:
-    return Rung.from_dict(json.loads(env["HOLDFAST_RUNG"]))
 
 
 def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> None:
@@ -96,16 +88,13 @@ def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> N
                 parameter.zero_()  # what memory held may be no number, or a slow one
         if layout.pp > 1:
             return  # the first step of a pipeline takes shapes from what its peers send
-        engine.forward_backward([_micro_batch(config, layout, device)], 1)
+        size = config.train.micro_batch, config.train.seq_len // layout.cp
+        tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        batch = MicroBatch(tokens, tokens, tokens if config.data.packed else None)
+        engine.forward_backward([batch], 1)
         clip_gradients(engine.model, gradient_square_sum(engine.model).item(), 1.0)
         optimizer.step()
         if config.train.compile:
             _compiled_for.append(_compiled_as(engine))
     finally:
         dist.destroy_process_group()
-
-
-def _micro_batch(config: TrainConfig, layout: ParallelLayout, device: torch.device) -> MicroBatch:
-    size = config.train.micro_batch, config.train.seq_len // layout.cp
-    tokens = torch.zeros(size, dtype=torch.int64, device=device)
-    return MicroBatch(tokens, tokens, tokens if config.data.packed else None)

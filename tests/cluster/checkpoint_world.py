@@ -39,7 +39,7 @@ from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.state import TrainingState, live_tensors
 from elastic_trainer.worker.rank_grid import RankGrid
 

@@ -31,12 +31,12 @@ from elastic_trainer.parallel.apply import slice_of
 from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.plan.models import Mixtral, ModelShape
 from elastic_trainer.record.event_log import EventLog
-from elastic_trainer.state import memory_restore
+from elastic_trainer.state import snapshot_restore
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
-from elastic_trainer.state.memory_restore import copy_again, restore_from_memory
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_restore import copy_again, restore_snapshot
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.image import Image, TornImageError
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
 from elastic_trainer.state.state import TrainingState, create_optimizer_state, live_tensors
@@ -109,7 +109,7 @@ class World:
         torch.set_rng_state(rng_of(root))
         memory = self._memory(nodes, root, 0, epoch=1)
         state = TrainingState(self.model, (self.optimizer,))
-        live = state.live(STEP, speaks=memory.shard[0] == 0)
+        live = state.live(STEP, speaks=memory.speaks)
         assert memory.take(live, STEP)
         memory.wait(20)
         assert memory.votes() == (1.0, 0.0, 0.0)
@@ -123,7 +123,7 @@ class World:
         torch.manual_seed(99)
         grid = RankGrid(timedelta(seconds=1800))
         place = self._memory(nodes, root, first, epoch=2).place
-        found = restore_from_memory(
+        found = restore_snapshot(
             TrainingState(self.model, (self.optimizer,)),
             place,
             Collective(grid),
@@ -162,7 +162,7 @@ class World:
 
     def _memory(
         self, nodes: list[KeeperAddress], root: Path, first: int, *, epoch: int
-    ) -> MemoryTier:
+    ) -> SnapshotTier:
         members = nodes[first : first + self.case.layout.world_size]
         others = [node for node in nodes[first:] if node not in members]
         me = members[dist.get_rank()]
@@ -177,7 +177,7 @@ class World:
             authenticate=prove(server=False),
             image_key=bytes(KEY_BYTES),
         )
-        return MemoryTier(
+        return SnapshotTier(
             place,
             self.case.layout,
             rank=dist.get_rank(),
@@ -251,7 +251,7 @@ def read_memories(
     worlds: list[tuple[Path, list[KeeperAddress]]], case: Case, all_know: int
 ) -> dict[str, list[str]]:
     """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
-    memory_restore.ALL_KNOW = all_know
+    snapshot_restore.ALL_KNOW = all_know
     world = World(case)
     answers = {root.name: world.read_memory(nodes, root, 1) for root, nodes in worlds}
     return {name: wrong for name, wrong in answers.items() if wrong}

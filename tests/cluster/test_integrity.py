@@ -23,10 +23,10 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Lineage, update
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state import memory_restore
+from elastic_trainer.state import snapshot_restore
 from elastic_trainer.state.errors import CheckpointError
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.reader import CheckpointReader
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.image import PAGE, Image, parse_name
 from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.state.state import RNG, STEP, TRAINER, live_tensors
@@ -51,7 +51,7 @@ def memory_of(nodes, root, epoch):
         authenticate=prove(server=False),
         image_key=bytes(KEY_BYTES),
     )
-    return MemoryTier(
+    return SnapshotTier(
         place,
         ParallelLayout(dp=WORLD),
         rank=dist.get_rank(),
@@ -83,7 +83,7 @@ def write(root, nodes):
             assert trainer.save(step)
             continue
         live = live_tensors(trainer.model, trainer.optimizer)
-        if memory.shard[0] == 0:
+        if memory.speaks:
             live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
         assert memory.take(live, step)
         memory.wait(20)
@@ -162,7 +162,7 @@ def restore_each(root, nodes, num_cases, seed):
         stored = sorted(good.keys() - images.keys())
         damaged += dice.sample(stored, dice.choice((0, 1, 2, 3, 5, 8)))
         expected = newest_valid(root, images, set(damaged))
-        memory_restore.ALL_KNOW = 64 if case % 2 else 0  # few ranks, and as with many
+        snapshot_restore.ALL_KNOW = 64 if case % 2 else 0  # few ranks, and as with many
         hands = random.Random(dice.random())
         dist.barrier()
         if dist.get_rank() == 0:
@@ -240,10 +240,10 @@ def test_random_damage_is_found_and_the_newest_valid_state_is_used(
 
 POINTS = {
     "memory": (
-        (memory_restore, "_survey"),
-        (memory_restore, "_verified"),
-        (memory_restore.MemoryReader, "read_metadata"),
-        (memory_restore.MemoryReader, "read_data"),
+        (snapshot_restore, "_survey"),
+        (snapshot_restore, "_verified"),
+        (snapshot_restore.SnapshotReader, "read_metadata"),
+        (snapshot_restore.SnapshotReader, "read_data"),
     ),
     "storage": (
         (CheckpointStorage, "read_manifest"),

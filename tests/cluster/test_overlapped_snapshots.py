@@ -58,7 +58,7 @@ class LateCopy:
 def work(env, log):
     session.offload_of = lambda _: LateCopies()
     if not env[WAITS]:
-        session.Session.before_update = lambda _: None
+        session.CheckpointManager.before_update = lambda _: None
     harness._work(env, log)
 
 

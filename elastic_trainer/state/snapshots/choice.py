@@ -22,7 +22,7 @@ from elastic_trainer.state.snapshots.image import Header, Part
 _STEP_BITS, _EPOCH_BITS = 39, 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One image that some node holds."""
 
@@ -157,7 +157,7 @@ def rows_for_owners(found: Found, num_ranks: int) -> dict[int, bytes]:
     for holding, parts in found:
         by_owner: dict[int, list[Any]] = defaultdict(list)
         for part in parts:
-            by_owner[owner_of(part.name, num_ranks)].append(_part_row(part))
+            by_owner[owner_of(part.name, num_ranks)].append(part)
         for owner, part_rows in by_owner.items():
             rows[owner].append([_holding_row(holding), part_rows])
     return {owner: _encode(sent) for owner, sent in rows.items()}
@@ -215,9 +215,7 @@ class Owned:
         """Return names, dtypes and shapes of the tensors, for every rank."""
         rows = []
         for name, tensor in self._tensors.items():
-            few = [
-                [_holding_row(holding), _part_row(part)] for holding, part in tensor.in_one_piece()
-            ]
+            few = [[_holding_row(holding), part] for holding, part in tensor.in_one_piece()]
             rows.append([name, tensor.dtype, tensor.shape, few])
         return _encode(rows) if rows else b""
 
@@ -229,7 +227,7 @@ class Owned:
         for name, offsets, sizes in wanted:
             tensor = self._tensors.get(name)
             for holding, part in tensor.meeting(offsets, sizes, node, spread) if tensor else ():
-                rows.append([holdings.setdefault(holding, len(holdings)), _part_row(part)])
+                rows.append([holdings.setdefault(holding, len(holdings)), part])
         return _encode([[_holding_row(holding) for holding in holdings], rows])
 
 
@@ -249,7 +247,6 @@ class _Held:
         return self.ranked[0][1]
 
     def pick(self, node: str, spread: int) -> Source:
-        """Return the node's image, else one of the others in turn."""
         return self.by_node.get(node) or self.ranked[spread % len(self.ranked)]
 
 
@@ -279,7 +276,6 @@ class _Tensor:
     def meeting(
         self, offsets: Sequence[int], sizes: Sequence[int], node: str, spread: int
     ) -> list[Source]:
-        """Return the parts that overlap a box."""
         near = self._held
         if self._dim >= 0:
             begin, end = offsets[self._dim], offsets[self._dim] + sizes[self._dim]
@@ -313,31 +309,10 @@ def _holding_row(holding: Holding) -> list[Any]:
 
 
 def _holding(row: Sequence[Any]) -> Holding:
-    count = len(_HEADER_FIELDS)
-    file, node, address, port, committed = row[count:]
-    return Holding(
-        header=Header(**dict(zip(_HEADER_FIELDS, row, strict=False))),
-        file=file,
-        node=node,
-        address=address,
-        port=port,
-        committed=committed,
-    )
-
-
-def _part_row(part: Part) -> list[Any]:
-    box = [part.shape, part.offsets, part.sizes]
-    return [part.name, part.dtype, *box, part.at, part.num_bytes]
+    header = Header(**dict(zip(_HEADER_FIELDS, row, strict=False)))
+    return Holding(header, *row[len(_HEADER_FIELDS) :])
 
 
 def _part(row: Sequence[Any]) -> Part:
     name, dtype, shape, offsets, sizes, at, num_bytes = row
-    return Part(
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        offsets=tuple(offsets),
-        sizes=tuple(sizes),
-        at=at,
-        num_bytes=num_bytes,
-    )
+    return Part(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), at, num_bytes)

@@ -1,14 +1,13 @@
 """The client of a keeper: leaves copies with it, asks for its images, reads them.
 
 A message is a 4-byte big-endian length, a MAC, and a JSON object. Raw bytes follow where it says
-so, whose MAC is in a message (`mac.py`). Nothing is unpickled.
+so, whose MAC is in a message (`image.seal`). Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import socket
 import struct
@@ -17,31 +16,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
-from elastic_trainer.state.snapshots import mac
 from elastic_trainer.state.snapshots.choice import Holding
-from elastic_trainer.state.snapshots.image import Header, Part, PeerError, decode_index
+from elastic_trainer.state.snapshots.image import Header, Part, PeerError, decode_index, matches
+from elastic_trainer.worker.secret import TAG_BYTES, AuthSession, fingerprint
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
-_TAG_BYTES: Final = 16
 _MOST_PIECES: Final = 1024
 """Of one call: Linux's UIO_MAXIOV."""
 
 
-class Authenticator(Protocol):
-    """Authenticates messages in their order: `worker.secret.Session`."""
-
-    def tag(self, digest: bytes) -> bytes:
-        """Return the MAC of the next message to send."""
-
-    def check(self, payload: bytes | bytearray, tag: bytes) -> None:
-        """Raise OSError unless this is the next message that was sent."""
-
-
-Authenticate = Callable[[socket.socket], Authenticator]
+Authenticate = Callable[[socket.socket], AuthSession]
 """Proves both ends of a new connection to each other, or raises."""
 
 
@@ -54,7 +41,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
         raw = json.dumps(message, separators=(",", ":")).encode()
-        tag = self._session.tag(hashlib.blake2b(raw, digest_size=32).digest())
+        tag = self._session.tag(fingerprint(raw))
         self.sock.sendall(_LENGTH.pack(len(raw)) + tag + raw)
 
     def send_raw(self, pieces: Iterable[memoryview]) -> None:
@@ -82,7 +69,7 @@ class Channel:
             OSError: the connection is lost, or the message was changed on its way.
             PeerError: the peer does not speak this protocol.
         """
-        head = bytearray(_LENGTH.size + _TAG_BYTES)
+        head = bytearray(_LENGTH.size + TAG_BYTES)
         self.receive_into(memoryview(head))
         (size,) = _LENGTH.unpack_from(head)
         if size > MAX_MESSAGE_BYTES:
@@ -120,7 +107,7 @@ ANSWER_S: Final = 60.0
 """Silence after which a keeper is given up; any byte restarts it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KeeperAddress:
     """Where one node's keeper listens. Port 0: that node keeps none."""
 
@@ -137,7 +124,7 @@ _GROUPS: Final = ("members", "spares", "left")
 
 
 def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
-    """Write the peers of an epoch for its workers: members by rank, spares, those that left."""
+    """Write the peers of an epoch for its workers: members by rank, spares, and who left."""
     rows = {
         name: [dataclasses.astuple(peer) for peer in peers]
         for name, peers in zip(_GROUPS, groups, strict=True)
@@ -146,15 +133,9 @@ def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
 
 
 def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
-    """Return members in rank order, spares, and those that have left, by these names."""
+    """Return members in rank order, spares, and who has left, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        name: tuple(
-            KeeperAddress(node=node, address=address, port=port, machine=machine, domain=domain)
-            for node, address, port, machine, domain in raw[name]
-        )
-        for name in _GROUPS
-    }
+    return {name: tuple(KeeperAddress(*row) for row in raw[name]) for name in _GROUPS}
 
 
 class PeerLink:
@@ -181,9 +162,7 @@ class PeerLink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -251,7 +230,7 @@ class PeerLink:
             for (_, length), sealed in zip(spans, answer["macs"], strict=True):
                 buffer = memoryview(bytearray(length))
                 self._channel.receive_into(buffer)
-                if not mac.matches(key, buffer, bytes.fromhex(sealed)):
+                if not matches(key, buffer, bytes.fromhex(sealed)):
                     raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
                 out.append(buffer)
         return out
@@ -277,4 +256,4 @@ class PeerLink:
         except (OSError, EOFError) as error:
             raise PeerError(f"{self.peer.node}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise PeerError(f"{self.peer.node}: an answer that is none: {error!r}") from error
+            raise PeerError(f"{self.peer.node}: not an answer: {error!r}") from error

@@ -254,7 +254,7 @@ class SimTraining:
 
     @staticmethod
     def _whole(holdings: list[Holding], board: BoardState, at_least: int) -> State | None:
-        """Return the newest whole snapshot, as `restore_from_memory` finds it."""
+        """Return the newest whole snapshot, as `restore_snapshot` finds it."""
         for key in newest_first(holdings):
             step, epoch = key
             if step < at_least:

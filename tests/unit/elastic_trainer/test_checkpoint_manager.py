@@ -30,13 +30,12 @@ from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.state import manager as manager_module
 from elastic_trainer.state import restore as restore_module
-from elastic_trainer.state import saver as saver_module
 from elastic_trainer.state import state as state_module
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.restore import agreed_board
-from elastic_trainer.state.saver import CheckpointPolicy
+from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.rank_grid import RankGrid
@@ -62,7 +61,7 @@ def memory_tier(images, epoch):
         authenticate=lambda _: None,
         image_key=bytes(32),
     )
-    return MemoryTier(
+    return SnapshotTier(
         place, ParallelLayout(), rank=0, epoch=epoch, every_steps=1, emit=lambda *_, **__: None
     )
 
@@ -226,9 +225,9 @@ def test_what_one_machine_holds_is_copied_again_at_full_priority(tmp_path, monke
         nice.put((singles, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
     monkeypatch.setattr(manager_module, "copy_again", copy_again)
-    restore = manager_module.restore_from_memory
+    restore = manager_module.restore_snapshot
     found = lambda *args, **kwargs: restore(*args, **kwargs)._replace(singles=("it",))  # noqa: E731
-    monkeypatch.setattr(manager_module, "restore_from_memory", found)
+    monkeypatch.setattr(manager_module, "restore_snapshot", found)
     newer = epoch_of(tmp_path, 6)
     assert newer.restore() == 1
     assert nice.get(timeout=20) == (("it",), os.getpriority(os.PRIO_PROCESS, 0))
@@ -485,10 +484,10 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
     run = Run(tmp_path)
     run.step()
 
-    def broken(*_):
+    def broken(*_, **__):
         raise AssertionError("boom")
 
-    monkeypatch.setattr(saver_module, "write_checkpoint", broken)
+    monkeypatch.setattr(manager_module, "write_checkpoint", broken)
     assert not run.save(1)
     assert not run.save(2)
     first, second = run.events("checkpoint.failed")
@@ -514,7 +513,7 @@ def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
 
 
 def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(saver_module, "_CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(manager_module, "_CLOSE_WAIT_S", 0.1)
     gate = threading.Event()
     run = Run(tmp_path, at=lambda point: gate.wait(20) and None)
     run.step()

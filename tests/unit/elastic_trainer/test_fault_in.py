@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state import memory as memory_module
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
+from elastic_trainer.state import snapshot_tier as tier_module
 from elastic_trainer.state.offload import WORTH_BYTES, fault_in
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import Stager
 
 LARGE_BYTES = 48 << 20
@@ -89,7 +89,7 @@ def tier(directory, world_size=1):
     )
     said = []
     layout = ParallelLayout(dp=world_size)
-    made = MemoryTier(
+    made = SnapshotTier(
         place, layout, rank=0, epoch=1, every_steps=1, emit=lambda *a, **_: said.append(a)
     )
     return made, said
@@ -98,7 +98,7 @@ def tier(directory, world_size=1):
 @pytest.mark.process
 def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory, monkeypatch):
     made = threading.Event()  # however late this thread runs, the images are not ready before
-    monkeypatch.setattr(memory_module, "fault_in", lambda *what: made.wait(60) and fault_in(*what))
+    monkeypatch.setattr(tier_module, "fault_in", lambda *what: made.wait(60) and fault_in(*what))
     memory, said = tier(directory)
     live = large()
     num_faults, taken = faults(lambda: memory.take(live, 1))
@@ -137,7 +137,7 @@ def test_a_rank_that_was_ready_waits_for_one_that_was_not(directory):
 
 
 def test_no_room_for_the_images_is_a_failed_snapshot(directory, monkeypatch):
-    monkeypatch.setattr(memory_module, "no_room", lambda *_: "none left")
+    monkeypatch.setattr(tier_module, "no_room", lambda *_: "none left")
     memory, said = tier(directory)
     for _ in range(2):
         assert not memory.take(large(), 1)

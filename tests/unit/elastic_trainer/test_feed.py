@@ -13,7 +13,7 @@ from elastic_trainer.parallel.tensor import IGNORED
 from elastic_trainer.plan.config import TrainSection
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.train.feed import Feed, LedgerWriter
+from elastic_trainer.train.feed import Feed, SampleLedger
 
 SEQ_LEN = 8
 TRAIN = TrainSection(seq_len=SEQ_LEN, global_batch=5, steps=9)
@@ -47,7 +47,7 @@ def test_ranks_of_a_step_see_every_token_of_its_samples_once():
 
 
 def test_all_ranks_run_the_rounds_of_the_rung_and_one_writes_them_down(tmp_path):
-    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=1, resume_step=0, layout="x")
+    ledger = SampleLedger(tmp_path, epoch=1, dp_rank=1, resume_step=0, layout="x")
     layout = ParallelLayout(dp=2)
     mine = feed(layout, 1, rounds=4, ledger=ledger)
     batches = list(mine.micro_batches(1))
@@ -87,7 +87,7 @@ class Watched:
 
 
 def test_the_next_step_is_read_ahead_and_counts_once_it_is_used(tmp_path):
-    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
+    ledger = SampleLedger(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
     mine = feed(ParallelLayout(), 0, rounds=5, ledger=ledger)
     mine._corpus = watched = Watched(bad=8)
     assert len(list(mine.micro_batches(1))) == 5
@@ -103,7 +103,7 @@ def test_the_next_step_is_read_ahead_and_counts_once_it_is_used(tmp_path):
 
 
 def test_a_step_that_is_passed_over_is_read_for_nothing(tmp_path):
-    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
+    ledger = SampleLedger(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
     mine = feed(ParallelLayout(), 0, rounds=5, ledger=ledger)
     list(mine.micro_batches(1))
     mine.end_step(1)

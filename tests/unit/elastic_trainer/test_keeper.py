@@ -19,20 +19,18 @@ from test_snapshot_image import KEY, write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
-from elastic_trainer.state.snapshots.image import PAGE, Header, Image, PeerError
-from elastic_trainer.state.snapshots.mac import MAC_BYTES
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshots.image import MAC_BYTES, PAGE, Header, Image, PeerError
 from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
     Authenticate,
-    Authenticator,
     Channel,
     KeeperAddress,
     PeerLink,
     read_peers,
     write_peers,
 )
-from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
+from elastic_trainer.worker.secret import KEY_BYTES, AuthSession, Badge, Secret, authenticate
 
 HOME = "127.0.0.1"
 
@@ -291,7 +289,7 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
         image_key=KEY,
     )
     said: list[object] = []
-    tier = MemoryTier(
+    tier = SnapshotTier(
         place,
         ParallelLayout(dp=3),
         rank=0,
@@ -319,7 +317,7 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
     came: list[str] = []
     prove_here = prove(b"k", server=True)
 
-    def noted(sock: socket.socket) -> Authenticator:
+    def noted(sock: socket.socket) -> AuthSession:
         came.append(sock.getsockname()[0])
         return prove_here(sock)
 
@@ -343,7 +341,7 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
         authenticate=prove(b"k", server=False),
         image_key=KEY,
     )
-    tier = MemoryTier(
+    tier = SnapshotTier(
         place, ParallelLayout(dp=2), rank=0, epoch=1, every_steps=1, emit=lambda *_, **__: None
     )
     for step in (7, 8):

@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 
 from elastic_trainer.record.ledger_audit import audit
-from elastic_trainer.train.feed import LedgerWriter
+from elastic_trainer.train.feed import SampleLedger
 
 
 def writer(run, *, epoch=3, dp_rank=1, resume_step=4):
-    return LedgerWriter(run, epoch=epoch, dp_rank=dp_rank, resume_step=resume_step, layout="dp2")
+    return SampleLedger(run, epoch=epoch, dp_rank=dp_rank, resume_step=resume_step, layout="dp2")
 
 
 def test_a_file_says_where_it_begins_and_what_each_step_was_fed(tmp_path):

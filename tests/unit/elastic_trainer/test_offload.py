@@ -12,8 +12,8 @@ from device_streams import Device
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import offload
-from elastic_trainer.state.memory import KeeperPlace, MemoryTier
 from elastic_trainer.state.offload import HOST, CudaOffload, offload_of
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.image import Image
 from elastic_trainer.state.snapshots.peer import KeeperAddress
 
@@ -39,7 +39,7 @@ def tier_of(directory, device):
         authenticate=lambda _: None,
         image_key=KEY,
     )
-    return MemoryTier(
+    return SnapshotTier(
         place,
         ParallelLayout(),
         rank=0,

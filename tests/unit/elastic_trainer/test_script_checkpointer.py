@@ -20,7 +20,7 @@ from elastic_trainer.board.state import Commit, update
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.events import Event
 from elastic_trainer.state.manager import CheckpointManager
-from elastic_trainer.state.memory_restore import Restored
+from elastic_trainer.state.snapshot_restore import Restored
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.script_checkpointer import ScriptCheckpointer, device_of
 from elastic_trainer.worker import progress
@@ -103,7 +103,7 @@ def test_what_came_from_memory_is_on_storage_only_if_it_was_committed(
     model = nn.Linear(2, 2)
     session = checkpointer(tmp_path)
     assert session.restore(TrainingState(model, (torch.optim.AdamW(model.parameters()),), {})) == 3
-    assert session.saved_step == (3 if 3 in committed else -1)
+    assert session.checkpoints.saved_step == (3 if 3 in committed else -1)
     session.close()
 
 
@@ -144,7 +144,7 @@ def test_each_training_of_a_process_has_its_own_state(tmp_path):
     second = checkpointer(tmp_path, before=first)
     model, step = begun(second, 2.0)
     assert (step, second.base, model.weight[0, 0].item()) == (0, 10, 2.0)
-    assert second.save(second.base + 4, wait=True)
+    assert second.checkpoints.save(second.base + 4, wait=True)
     second.close()
 
     first = checkpointer(tmp_path)
@@ -160,7 +160,7 @@ def test_each_training_of_a_process_has_its_own_state(tmp_path):
 def test_a_training_whose_end_is_not_kept_is_not_taken_for_finished(tmp_path):
     first = checkpointer(tmp_path, training="sft")
     begun(first, 1.0)
-    assert first.save(7, wait=True)
+    assert first.checkpoints.save(7, wait=True)
     first.close()
     with pytest.raises(ApiError, match="HF538"):
         begun(checkpointer(tmp_path, training="dpo"), 2.0)

@@ -85,7 +85,7 @@ def saved(root, steps):
     assert script.load() == 0
     for _ in range(steps):
         script.step()
-    assert script.state.save(steps, wait=True)
+    assert script.state.checkpoints.save(steps, wait=True)
     script.state.close()
     return script
 
@@ -152,7 +152,7 @@ def test_plain_parts_are_kept_as_what_they_are_a_part_of(tmp_path):
     live = script.state.checkpoints._state.live(1, speaks=True)
     parts = {n for s in ("model", "optim") for n, t in live[s].items() if hasattr(t, "placements")}
     assert parts == {"0.weight", "state.0.weight.exp_avg", "state.0.weight.exp_avg_sq"}
-    assert script.state.save(1, wait=True)
+    assert script.state.checkpoints.save(1, wait=True)
     script.state.close()
     again = Script(tmp_path)
     assert again.load(sharding=sharding) == 1
@@ -185,7 +185,7 @@ def test_what_an_optimizer_counts_in_plain_numbers_is_kept(tmp_path):
         before.model(torch.ones(3, 4)).square().sum().backward()
         for optimizer in before.optimizers:
             optimizer.step()
-    assert before.state.save(3, wait=True)
+    assert before.state.checkpoints.save(3, wait=True)
     before.state.close()
     assert after.load() == 3
     counts = [state["step"] for each in after.optimizers for state in each.state.values()]

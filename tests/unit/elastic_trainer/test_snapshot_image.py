@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.state.memory import KeeperPlace
-from elastic_trainer.state.memory_restore import _keep_only
+from elastic_trainer.state.snapshot_restore import _keep_only
+from elastic_trainer.state.snapshot_tier import KeeperPlace
 from elastic_trainer.state.snapshots.image import (
     ALIGNMENT,
+    MAC_BYTES,
     PAGE,
     Header,
     Image,
@@ -25,7 +26,6 @@ from elastic_trainer.state.snapshots.image import (
     parse_name,
     place,
 )
-from elastic_trainer.state.snapshots.mac import MAC_BYTES
 from elastic_trainer.state.snapshots.peer import KeeperAddress
 
 NUM_DAMAGES = 1000

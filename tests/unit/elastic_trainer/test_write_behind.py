@@ -13,7 +13,7 @@ from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 from elastic_trainer.storage import write_behind
 from elastic_trainer.storage.write_behind import WriteBehind
-from elastic_trainer.train.feed import LedgerWriter
+from elastic_trainer.train.feed import SampleLedger
 
 
 def read_until(fd, lines):
@@ -99,7 +99,7 @@ def test_events_are_dropped_by_a_full_disk_and_counted(tmp_path, monkeypatch):
 
 def test_the_ledger_is_kept_until_a_full_disk_has_room(tmp_path, monkeypatch):
     monkeypatch.setattr(write_behind, "RETRY_S", 0.01)
-    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="dp1")
+    ledger = SampleLedger(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="dp1")
     assert ledger.flush(10)
     with monkeypatch.context() as patched:
         patched.setattr(write_behind.os, "write", full)

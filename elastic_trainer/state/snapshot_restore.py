@@ -28,8 +28,8 @@ from torch.futures import Future
 
 from elastic_trainer.state.collective import Collective, StepFailedError
 from elastic_trainer.state.errors import DamagedError
-from elastic_trainer.state.memory import KeeperPlace
 from elastic_trainer.state.placement import sightings, single_machine
+from elastic_trainer.state.snapshot_tier import KeeperPlace
 from elastic_trainer.state.snapshots.choice import (
     Box,
     Holding,
@@ -59,7 +59,7 @@ from elastic_trainer.state.snapshots.image import (
     parse_name,
 )
 from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
-from elastic_trainer.state.state import LocatingReader, State
+from elastic_trainer.state.state import LocatingReader, TrainingState
 
 ALL_KNOW = 64
 """Largest group in which all ranks get all rows, 100 kB of each: every collective takes time."""
@@ -74,7 +74,7 @@ Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 """An image whose shard no other machine holds, what is in it, and the node to copy it to."""
 
 
-class MemoryReader(LocatingReader):
+class SnapshotReader(LocatingReader):
     """Reads one snapshot. Making it is collective.
 
     `found`: the images of the snapshot that this rank has verified; each is verified by one rank.
@@ -197,7 +197,6 @@ class MemoryReader(LocatingReader):
         self._images.clear()
 
     def _boxes(self, target: Mapping[str, Tensor]) -> list[Box]:
-        """Return the boxes that this rank needs."""
         chunks: dict[Any, list[ChunkStorageMetadata]] = {}
         """Moments are placed like their parameter, and DCP is slow to say how."""
         boxes = []
@@ -277,8 +276,8 @@ class Restored(NamedTuple):
     """Images for this rank to `copy_again`."""
 
 
-def restore_from_memory(
-    state: State,
+def restore_snapshot(
+    state: TrainingState,
     place: KeeperPlace,
     group: Collective,
     *,
@@ -286,13 +285,10 @@ def restore_from_memory(
     allows: Callable[[int, int], bool],
     on_skip: Skip,
 ) -> Restored | None:
-    """Load the newest whole snapshot in place; collective.
+    """Load the newest whole snapshot in place; None when memory holds none. Collective.
 
     Snapshots older than `at_least`, which storage has, are not wanted. `allows(epoch, step)` says
     whether a state may be used. `on_skip` hears of snapshots that are not whole or cannot be read.
-
-    Returns:
-        None when memory holds no such snapshot.
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
@@ -313,7 +309,7 @@ def restore_from_memory(
         if missing := gone(good, num_shards):
             on_skip(step, describe_missing(key, missing, num_shards))
             continue
-        reader = MemoryReader(found, place, group)
+        reader = SnapshotReader(found, place, group)
         try:
             group.together(partial(_load, reader, state, step))
         except StepFailedError as error:
@@ -440,7 +436,7 @@ def _body(holding: Holding, parts: tuple[Part, ...], place: KeeperPlace) -> Iter
     yield memoryview(index + bytes(header.payload_at - PAGE - len(index)) + payload)
 
 
-def _load(reader: MemoryReader, state: State, step: int) -> None:
+def _load(reader: SnapshotReader, state: TrainingState, step: int) -> None:
     with contextlib.closing(reader):
         loaded = state.load(reader)
     if loaded != step:

@@ -52,28 +52,17 @@ from elastic_trainer.worker.secret import Badge, authenticate, load_secret
 class ImageWriter:
     """This worker's images of one epoch, within which the tensors a rank holds must not change.
 
-    `shard`: which part of the state the rank holds, of how many parts.
+    `header` is that of the images, except the step and the sizes.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        epoch: int,
-        rank: int,
-        num_ranks: int,
-        shard: tuple[int, int],
-        offload: Offload,
-    ) -> None:
-        self._directory, self._epoch, self._rank = directory, epoch, rank
-        self._num_ranks, self._shard, self._offload = num_ranks, shard, offload
+    def __init__(self, directory: Path, header: Header, offload: Offload) -> None:
+        self._directory, self._header, self._offload = directory, header, offload
         self._parts: tuple[Part, ...] = ()
         self._images: dict[int, Image] = {}
         self._pinned: list[int] = []
         """Addresses of pinned images."""
         self._views: dict[int, list[Tensor]] = {}
         self._index = b""
-        self._payload_bytes = 0
 
     def stage(self, live: NamedTensors, step: int, slot: int) -> tuple[Image, Header, CopyEnd]:
         """Copy `live`, the state after `step`, into the image of `slot`.
@@ -85,18 +74,19 @@ class ImageWriter:
         Raises:
             NoRoomError, OSError: not enough memory.
         """
-        flat = flat_names(live)
         self.plan(live)
+        flat = flat_names(live)
         image = self._images.get(slot) or self._make(slot)
         image.tear()
         sources = [local_data(flat[part.name]) for part in self._parts]
-        return image, self._header(step), self._offload.copy(self._views[slot], sources)
+        header = dataclasses.replace(self._header, step=step)
+        return image, header, self._offload.copy(self._views[slot], sources)
 
     def plan(self, live: NamedTensors) -> int:
         """Lay out the images of tensors like `live`; return the bytes of one."""
         if not self._parts:
             self._plan(flat_names(live))
-        return self._header(0).total_bytes
+        return self._header.total_bytes
 
     def warm(self, stop: threading.Event) -> None:
         """Make both images and have the kernel give them their pages, in a thread, once planned.
@@ -106,7 +96,7 @@ class ImageWriter:
         """
         for slot in range(NUM_SLOTS):
             if slot not in self._images and not stop.is_set():
-                at = self._header(0).payload_at
+                at = self._header.payload_at
                 fault_in(torch.frombuffer(self._make(slot).map, dtype=torch.uint8, offset=at), stop)
 
     def commit(self, slot: int) -> None:
@@ -147,37 +137,27 @@ class ImageWriter:
         names = [part["name"] for part in parts]
         assert len(names) == len(set(names)), "one piece of a tensor per rank"
         held = [part for part in parts if part["num_bytes"]]
-        self._parts, self._payload_bytes = place(held)
+        self._parts, payload_bytes = place(held)
         self._index = encode_index(self._parts)
+        self._header = dataclasses.replace(
+            self._header, index_bytes=len(self._index), payload_bytes=payload_bytes
+        )
 
     def _make(self, slot: int) -> Image:
-        total_bytes = self._header(0).total_bytes
+        header = self._header
+        total_bytes = header.total_bytes
         # As much again comes as another node's copy, which the keeper takes.
         if reason := no_room(self._directory, total_bytes):
             raise NoRoomError(reason)
-        name = file_name("own", epoch=self._epoch, rank=self._rank, slot=slot)
+        name = file_name("own", epoch=header.epoch, rank=header.rank, slot=slot)
         image = Image(self._directory / name, create_bytes=total_bytes)
         image.map[PAGE : PAGE + len(self._index)] = self._index
-        at = self._header(0).payload_at
         address = torch.frombuffer(image.map, dtype=torch.uint8).data_ptr()
         if self._offload.pin(address, total_bytes):
             self._pinned.append(address)
         self._images[slot] = image
-        self._views[slot] = [view_of(image, at, part) for part in self._parts]
+        self._views[slot] = [view_of(image, header.payload_at, part) for part in self._parts]
         return image
-
-    def _header(self, step: int) -> Header:
-        shard, num_shards = self._shard
-        return Header(
-            epoch=self._epoch,
-            step=step,
-            rank=self._rank,
-            shard=shard,
-            num_shards=num_shards,
-            num_ranks=self._num_ranks,
-            index_bytes=len(self._index),
-            payload_bytes=self._payload_bytes,
-        )
 
 
 def view_of(image: Image, payload_at: int, part: Part) -> Tensor:
@@ -264,14 +244,14 @@ class _Pending:
     """Kept until it has been copied."""
 
 
-class MemoryTier:
+class SnapshotTier:
     """Takes snapshots of this worker; one per worker and epoch.
 
     All ranks call `take` at the same steps and `agreed` with the same sums, so all know the same
     committed step.
 
-    `every_steps`: snapshot each multiple of it; 0: never. `emit(event, step, **fields)` counts on
-    rank 0. `ready`: whether the ledger, without which nobody may continue from a step, is written.
+    `every_steps`: snapshot each multiple of it. `emit(event, step, **fields)` counts on rank 0.
+    `ready`: whether the ledger, without which nobody may continue from a step, is written.
     """
 
     def __init__(
@@ -286,21 +266,26 @@ class MemoryTier:
         ready: Callable[[], bool] = lambda: True,
         offload: Offload = HOST,
     ) -> None:
-        self.place, self._epoch, self._rank = place, epoch, rank
+        self.place, self._epoch = place, epoch
         self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
         self._ready = ready
-        self.shard = shard_of(layout, rank)
-        self._writer = ImageWriter(
-            place.directory,
+        shard, num_shards = shard_of(layout, rank)
+        self.speaks = shard == 0
+        """Whether its images have what is the same on all ranks."""
+        header = Header(
             epoch=epoch,
+            step=0,
             rank=rank,
+            shard=shard,
+            num_shards=num_shards,
             num_ranks=layout.world_size,
-            shard=self.shard,
-            offload=offload,
+            index_bytes=0,
+            payload_bytes=0,
         )
+        self._writer = ImageWriter(place.directory, header, offload)
         keeper = copy_node(layout, rank, place.workers, place.apart)
         self._keeper = None if keeper is None else place.keepers[keeper]
-        if rank == 0 and every_steps and on_one_machine(machines := place.machines):
+        if rank == 0 and on_one_machine(machines := place.machines):
             emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
@@ -321,7 +306,7 @@ class MemoryTier:
 
     def due(self, step: int) -> bool:
         """Return whether to take a snapshot after `step`."""
-        return self._every_steps > 0 and step % self._every_steps == 0 and not self.gave_up
+        return step % self._every_steps == 0 and not self.gave_up
 
     @property
     def gave_up(self) -> bool:
@@ -334,17 +319,15 @@ class MemoryTier:
         return self._pending is not None
 
     def take(self, live: NamedTensors, step: int) -> bool:
-        """Copy `live`, the state after `step`, and digest and send it to another node in a thread.
+        """Copy `live`, the state after `step`; return whether it was copied.
 
-        The copy from a device continues after the return: see `before_update`. All ranks skip the
-        snapshot while the one before is not committed: copies take longer than steps then.
+        A thread digests it and sends it to another node. The copy from a device continues after
+        the return: see `before_update`. All ranks skip the snapshot while the one before is not
+        committed: copies take longer than steps then.
 
         A worker with large images only makes them the first time, in a thread: the training would
         wait longer for their pages than for all of the copying. Its vote says so, and the next
         snapshot is whole.
-
-        Returns:
-            Whether `live` was copied.
         """
         if (before := self._pending) is not None:
             self._skipped += not before.unready
@@ -445,7 +428,6 @@ class MemoryTier:
             self._writer.close()
 
     def _warm(self, pending: _Pending) -> None:
-        """Make the images, in a thread."""
         error: str | None = None
         try:
             self._writer.warm(self._stop)
