@@ -28,8 +28,6 @@ from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
 from elastic_trainer.agent.membership.liveness import Peer, Peers, choose_members
 from elastic_trainer.agent.membership.messages import (
     PROTOCOL,
-    Abort,
-    Ask,
     Differ,
     Formed,
     Join,
@@ -39,7 +37,6 @@ from elastic_trainer.agent.membership.messages import (
     Reject,
     Renewed,
     ReportMessage,
-    Show,
     Stop,
     Welcome,
     Won,
@@ -48,6 +45,7 @@ from elastic_trainer.agent.membership.messages import (
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
+    JobStopped,
     LeaveAsked,
     Member,
     NodeLeaving,
@@ -69,7 +67,6 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
-    ToDone,
     ToSeeker,
     Transition,
     excluded_message,
@@ -234,7 +231,7 @@ class Coordinator(Role):
         self._stopping: str | None = None
         """Why the whole job saves and ends."""
         self._stop_signal = "SIGTERM"
-        self._final: ToDone | None = None
+        self._final: JobStopped | None = None
         """How the job ends, once that is decided."""
         self._parked: tuple[int, float] | None = None
         """(nodes left, since when) while they are too few for the last rung."""
@@ -455,15 +452,15 @@ class Coordinator(Role):
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"
-            ctx.send(conn, Abort(epoch=join.last_epoch, reason=over, victims=()))
+            ctx.send(conn, EpochAborted(epoch=join.last_epoch, reason=over, victims=()))
         if member.agent_id in self.members:
             if self.phase in BUSY and not runs:
                 self._end_epoch(f"{member.node} missed the epoch", (member.node,))
             elif self.phase in BUSY and not join.runs:
                 self._end_epoch(f"{member.node} was cut off, and has no workers", (member.node,))
             if self.phase is Phase.DRAINING:
-                asked = Ask(epoch=ctx.epoch, request=int(self._asked), signal=self._stop_signal)
-                ctx.send(conn, asked)
+                signal = self._stop_signal
+                ctx.send(conn, AskWorkers(epoch=ctx.epoch, request=self._asked, signal=signal))
         return self.advance()
 
     # --- who lives -----------------------------------------------------------------------
@@ -798,7 +795,7 @@ class Coordinator(Role):
             return None  # where nodes stay what they are, it coordinates without workers
         ctx.leaving[ctx.me.agent_id] = ctx.me
         self._send_all(Leaves(member=ctx.me))
-        return ToDone(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
+        return JobStopped(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
 
     # --- while an epoch runs -------------------------------------------------------------
 
@@ -876,13 +873,10 @@ class Coordinator(Role):
 
     def _ask_all(self, request: Request) -> None:
         """Have the workers of the epoch leave at the next boundary."""
-        ctx = self.ctx
         self._asked |= request
         self.phase = Phase.DRAINING
-        ask = Ask(epoch=ctx.epoch, request=int(request), signal=self._stop_signal)
-        self._send_all(ask, self.members)
-        if ctx.me.agent_id in self.members:
-            ctx.tell(AskWorkers(epoch=ctx.epoch, request=request, signal=self._stop_signal))
+        signal = self._stop_signal
+        self._tell_members(AskWorkers(epoch=self.ctx.epoch, request=request, signal=signal))
 
     # --- failures ------------------------------------------------------------------------
 
@@ -921,9 +915,10 @@ class Coordinator(Role):
         ctx.timers.pop("settle", None)
         self.phase, self.reason = Phase.IDLE, reason
         ctx.log("epoch.aborted", reason=reason, victims=list(victims))
-        self._send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
         ctx.in_epoch = False
-        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
+        over = EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks)
+        self._send_all(over)
+        ctx.tell(over)
 
     def _attribute(self) -> None:
         """Attribute what ended the last epoch, and do what follows from that."""
@@ -999,9 +994,7 @@ class Coordinator(Role):
             if not diagnosis.open(report, ctx.now):
                 return None
             ctx.after("diagnose", ANSWER_S)
-            self._send_all(Show(epoch=ctx.epoch), self.members)
-            if ctx.me.agent_id in self.members:
-                ctx.tell(ShowWorkers(epoch=ctx.epoch))
+            self._tell_members(ShowWorkers(epoch=ctx.epoch))
         diagnosis.heard(peer.member.agent_id, peer.member.node, report)
         if diagnosis.is_complete(self.members):
             self._conclude()
@@ -1139,7 +1132,7 @@ class Coordinator(Role):
         if ctx.me.agent_id in why:
             reason = f"left on request: {why.pop(ctx.me.agent_id)}"
             ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
-            return ToDone(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
+            return JobStopped(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
         return None
 
     def _is_needed(self, member: Member) -> bool:
@@ -1180,7 +1173,7 @@ class Coordinator(Role):
         forms = self.phase is Phase.FORMING
         if not (gone and forms and self.ctx.now - self._form_asked >= FINAL_SWAP_S):
             return None
-        self._final = ToDone(EXIT_DO_NOT_RESTART, f"HF523 no epoch can begin: {error}")
+        self._final = JobStopped(EXIT_DO_NOT_RESTART, f"HF523 no epoch can begin: {error}")
         return self._leave()
 
     def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
@@ -1222,7 +1215,7 @@ class Coordinator(Role):
     def _stop(self, code: int, reason: str) -> Transition | None:
         """End the job: first on the board, for a deposed coordinator ends nothing."""
         if self._final is None:
-            self._final = ToDone(code, reason)
+            self._final = JobStopped(code, reason)
             self.phase = Phase.ENDING
             self.ctx.after("final", FINAL_SWAP_S)
             self.lease.release(code, reason)
@@ -1242,6 +1235,11 @@ class Coordinator(Role):
         """Send to every connected agent, or to those of `agent_ids`."""
         if conns := self.peers.conns(agent_ids):
             self.ctx.outbox.append(Send(conns, message))
+
+    def _tell_members(self, ask: AskWorkers | ShowWorkers) -> None:
+        self._send_all(ask, self.members)
+        if self.ctx.me.agent_id in self.members:
+            self.ctx.tell(ask)
 
     def _send_epoch(self, formed: Formed) -> None:
         """Send what has changed to those that hold the last epoch, all of it to others."""

@@ -22,13 +22,12 @@ from elastic_trainer.agent.membership.effects import (
 )
 from elastic_trainer.agent.membership.follower import Follower
 from elastic_trainer.agent.membership.messages import Message
-from elastic_trainer.agent.membership.notices import Member, Report
+from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
 from elastic_trainer.agent.membership.roles import (
     Done,
     Role,
     ToCandidate,
     ToCoordinator,
-    ToDone,
     ToFollower,
     ToSeeker,
     Transition,
@@ -155,5 +154,5 @@ def _role_of(ctx: Context, transition: Transition) -> Role:
             return Candidate(ctx, sure=sure)
         case ToCoordinator():
             return Coordinator(ctx, transition)
-        case ToDone():
+        case JobStopped():
             return Done(ctx, transition)
