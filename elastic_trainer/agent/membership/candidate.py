@@ -150,7 +150,6 @@ class Candidate(Role):
         return 2 * (1 + sum(self._votes.values())) > len(self.ctx.everyone)
 
     def _try_to_win(self) -> Transition | None:
-        """Go for the board when the rule allows it."""
         everybody = len(self._votes) + len(self._gone) == self._num_others
         all_reached_lost = all(self._votes.values()) and (everybody or self._quiet)
         watching = self._watched is not None and not self._has_majority
@@ -270,7 +269,6 @@ class Candidate(Role):
             self.ctx.outbox.append(ReadBoard())
 
     def _campaign(self) -> Transition | None:
-        """Start the campaign, or start over when it led nowhere."""
         ctx = self.ctx
         if self._swapping:
             ctx.after("campaign", RETRY_S)  # the board has yet to answer

@@ -211,7 +211,7 @@ class Coordinator(Role):
         self._left_nodes: set[str] = set()
         """Nodes that left on request since the last epoch ended: nobody is charged for them."""
         self.diagnosis = HangDiagnosis()
-        self.stragglers, self._compared = Stragglers(), 0
+        self.stragglers = Stragglers()
         self._slow: set[str] = set()
         """Nodes that gave their place to a spare."""
         self._expected = won.expected
@@ -275,7 +275,6 @@ class Coordinator(Role):
     # --- inputs --------------------------------------------------------------------------
 
     def _on(self, what: type | str, *details: Any) -> Transition | None:
-        """Do what `TRANSITIONS` says of an input."""
         on = TRANSITIONS[what]
         if self.phase not in on.phases:
             return None
@@ -499,7 +498,6 @@ class Coordinator(Role):
         return self._lost(peer, "its connection ended and did not come back")
 
     def _beat(self) -> Transition | None:
-        """Say that this agent lives; drop agents that are silent for too long."""
         ctx = self.ctx
         ctx.after("beat", ctx.settings.heartbeat_s)
         self._send_all(Ping())
@@ -534,7 +532,6 @@ class Coordinator(Role):
         return self.advance()
 
     def _quarantine(self, node: str, host: str) -> None:
-        """Record that a machine that was lost again takes no part for a while."""
         ctx = self.ctx
         if (until := ctx.history.quarantined(ctx.now).get(host)) is not None:
             seconds, losses = round(until - ctx.now, 3), len(ctx.history.losses()[host])
@@ -547,7 +544,6 @@ class Coordinator(Role):
             self.ctx.timers["quarantine"] = min(ends)
 
     def _forget(self, peer: Peer) -> None:
-        """Count an agent no longer."""
         self.peers.remove(peer)
         for what in ("gone", "probe"):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
@@ -706,7 +702,6 @@ class Coordinator(Role):
         return self._stop_with_too_few(f"{self._parked[0]} nodes", why)
 
     def _give_up(self, have: int) -> Transition | None:
-        """End a job whose missing nodes are excluded."""
         excluded = sorted(self.ctx.excluded.items())
         why = "; ".join(f"{host}: {reason}" for host, reason in excluded)
         return self._stop_with_too_few(f"{have} healthy nodes", f" (excluded: {why})")
@@ -757,6 +752,7 @@ class Coordinator(Role):
             excluded=ctx.excluded,
         )
         self._ended, self._asked, self._grow_by = {}, Request.NONE, None
+        self.stragglers = Stragglers()
         ctx.timers.pop("grow", None)
         self.phase, self._expected, self._parked = Phase.STARTING, None, None
         self.peers.unsure.clear()
@@ -779,9 +775,8 @@ class Coordinator(Role):
 
         `known` are the agent ids of members and spares.
         """
-        ctx = self.ctx
         idle = [peer.member for peer in self.peers if peer.ready]
-        gone = [m for m in ctx.serving() if self.peers.get(m.agent_id) is None]
+        gone = [m for m in self.ctx.serving() if self.peers.get(m.agent_id) is None]
         return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
@@ -821,8 +816,6 @@ class Coordinator(Role):
         ctx = self.ctx
         if ctx.settings.straggler == "off":
             return
-        if self._compared != ctx.epoch:
-            self.stragglers, self._compared = Stragglers(), ctx.epoch
         for found in self.stragglers.take(peer.member.node, report.ranks):
             swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
             known = self.peers.of_node(found.node)
@@ -898,7 +891,6 @@ class Coordinator(Role):
         return all(p.member.node in heard for p in map(self.peers.get, self.members) if p)
 
     def _settled(self) -> None:
-        """End the epoch for the failures that were reported."""
         if self.phase in BUSY and self._failures:
             causes = [
                 item for item in self._failures if item[1].failure.kind is not Kind.COLLATERAL
@@ -921,7 +913,6 @@ class Coordinator(Role):
         ctx.tell(over)
 
     def _attribute(self) -> None:
-        """Attribute what ended the last epoch, and do what follows from that."""
         ctx, settings = self.ctx, self.ctx.settings
         known = [self.peers.get(agent_id) for agent_id in self.members]
         gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
@@ -1107,11 +1098,9 @@ class Coordinator(Role):
 
     @property
     def _held_by_epoch(self) -> bool:
-        """Whether some that leave run workers."""
         return self.phase in BUSY and any(member in self._leaving for member in self.members)
 
     def _no_boundary(self) -> Transition | None:
-        """End an epoch that does not come to a boundary."""
         if not self._held_by_epoch:
             return None
         nodes = tuple(p.member.node for p in self.peers if p.leaving)
@@ -1222,7 +1211,6 @@ class Coordinator(Role):
         return None
 
     def _leave(self) -> Transition:
-        """Tell all that the job is over."""
         assert self._final is not None
         code, reason = self._final.code, self._final.reason
         self.ctx.log("job.stopped", code=code, reason=reason)
@@ -1232,7 +1220,6 @@ class Coordinator(Role):
     # --- sending -------------------------------------------------------------------------
 
     def _send_all(self, message: Message, agent_ids: tuple[str, ...] | None = None) -> None:
-        """Send to every connected agent, or to those of `agent_ids`."""
         if conns := self.peers.conns(agent_ids):
             self.ctx.outbox.append(Send(conns, message))
 
@@ -1257,7 +1244,6 @@ class Coordinator(Role):
             self.ctx.outbox.append(Send(tuple(others), formed))
 
     def _dismiss(self, peer: Peer, last_word: Stop) -> None:
-        """Say a last word to an agent and hang up."""
         if peer.conn is not None:
             self.ctx.send(peer.conn, last_word)
             self.ctx.close(peer.conn)

@@ -164,12 +164,11 @@ class Follower(Role):
         self.ctx.note(report)
         if self._link is not None:
             self.ctx.send(self._link, wrap(report))
-            stalled = isinstance(report, WorkersSeen) and report.stalled
             if isinstance(report, WorkersSeen):
                 self._hangs = report.hangs
-            if stalled and "answer" not in self.ctx.timers:
-                self._asked = self.ctx.now
-                self.ctx.after("answer", ANSWER_S)
+                if report.stalled and "answer" not in self.ctx.timers:
+                    self._asked = self.ctx.now
+                    self.ctx.after("answer", ANSWER_S)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
@@ -190,9 +189,8 @@ class Follower(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """Join again over the new connection."""
-        ctx = self.ctx
         if conn == self._redial:
-            ctx.join(conn)
+            self.ctx.join(conn)
         return None
 
     def timer(self, name: str) -> Transition | None:

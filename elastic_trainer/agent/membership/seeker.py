@@ -196,9 +196,8 @@ class Seeker(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """Ask to join."""
-        ctx = self.ctx
         if conn == self._link:
-            ctx.join(conn)
+            self.ctx.join(conn)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Transition | None:

@@ -127,6 +127,7 @@ def test_no_message_ends_an_agent(steps):
         except ValueError:
             continue  # refused by the parser
         conn = conns[which % len(conns)]
-        node.machine.received(conn, heard, world.now + node.offset)
+        now = world.now + node.offset
+        node.machine.feed(now, lambda role, conn=conn, heard=heard: role.received(conn, heard))
         due = node.machine.next_timer()
-        node.machine.tick(max(world.now + node.offset, due if due is not None else 0.0))
+        node.machine.tick(max(now, due if due is not None else 0.0))
