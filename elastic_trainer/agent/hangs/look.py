@@ -41,9 +41,7 @@ class LiveWorker:
     heartbeat: Path
 
 
-def find_workers(
-    run_dir: Path, *, node: str | None, scratch: Path = SCRATCH, proc: Path = Path("/proc")
-) -> list[LiveWorker]:
+def find_workers(run_dir: Path, *, node: str | None) -> list[LiveWorker]:
     """Return the live workers of a run on this machine, by rank.
 
     The record says which process is which rank; the kernel says whether it is still that one.
@@ -59,24 +57,23 @@ def find_workers(
                 continue
             rank, pid = event.fields["worker_rank"], event.fields["pid"]
             name = f"{event.epoch}-{event.fields['local_rank']}.heartbeat"
-            beats = scratch.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
-            heartbeat = next(iter(beats), scratch / name)
+            beats = SCRATCH.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
+            heartbeat = next(iter(beats), SCRATCH / name)
             found = LiveWorker(rank, pid, event.epoch, event.node, heartbeat)
-            if _is_of(proc, pid, run_dir) and (
-                rank not in newest or newest[rank].epoch < found.epoch
-            ):
+            newer = rank not in newest or newest[rank].epoch < found.epoch
+            if newer and _is_of(pid, run_dir):
                 newest[rank] = found
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _is_of(proc: Path, pid: int, run_dir: Path) -> bool:
+def _is_of(pid: int, run_dir: Path) -> bool:
     """Return whether process `pid` was started for this run: ids are given away again.
 
     A program of its own has the run in its environment, a fork in the agent's command line.
     """
     try:
-        environment = (proc / str(pid) / "environ").read_bytes().split(b"\0")
-        command = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
     run = os.fsencode(run_dir)
@@ -84,17 +81,13 @@ def _is_of(proc: Path, pid: int, run_dir: Path) -> bool:
 
 
 def look(
-    run_dir: Path,
-    *,
-    env: Mapping[str, str],
-    ranks: Collection[int] = (),
-    deadline_s: float = DEADLINE_S,
+    run_dir: Path, *, env: Mapping[str, str], ranks: Collection[int]
 ) -> list[dict[str, object]]:
     """Return one mapping for each worker here: rank, pid, epoch, node, host, text."""
     found = find_workers(run_dir.resolve(), node=env.get("SLURMD_NODENAME") or env.get("POD_NAME"))
     found = [worker for worker in found if not ranks or worker.rank in ranks]
     targets = [StackTarget(rank=w.rank, pid=w.pid, heartbeat=w.heartbeat) for w in found]
-    dump = gather_stacks(targets, deadline_s=deadline_s, spy_too=True)
+    dump = gather_stacks(targets, deadline_s=DEADLINE_S, spy_too=True)
     return [
         {
             "rank": worker.rank,

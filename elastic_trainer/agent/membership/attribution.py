@@ -332,7 +332,6 @@ class History:
 
 
 def _incidents(entries: Iterable[_Entry]) -> int:
-    """Count the moments at which something failed."""
     return len({when for when, _ in entries})
 
 

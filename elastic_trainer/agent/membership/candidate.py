@@ -14,8 +14,8 @@ from dataclasses import replace
 from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard, SwapBoard
 from elastic_trainer.agent.membership.lease import lease_of
 from elastic_trainer.agent.membership.messages import Elect, Message, Vote, Won
-from elastic_trainer.agent.membership.notices import Member
-from elastic_trainer.agent.membership.roles import Role, ToCoordinator, ToDone, ToSeeker, Transition
+from elastic_trainer.agent.membership.notices import JobStopped, Member
+from elastic_trainer.agent.membership.roles import Role, ToCoordinator, ToSeeker, Transition
 from elastic_trainer.agent.membership.seeker import RETRY_S
 from elastic_trainer.board.state import BoardState, Lease, Token
 from elastic_trainer.record.failures import EXIT_DONE
@@ -150,7 +150,6 @@ class Candidate(Role):
         return 2 * (1 + sum(self._votes.values())) > len(self.ctx.everyone)
 
     def _try_to_win(self) -> Transition | None:
-        """Go for the board when the rule allows it."""
         everybody = len(self._votes) + len(self._gone) == self._num_others
         all_reached_lost = all(self._votes.values()) and (everybody or self._quiet)
         watching = self._watched is not None and not self._has_majority
@@ -174,7 +173,7 @@ class Candidate(Role):
             return None
         if state.finished:
             self._close_all()
-            return ToDone(EXIT_DONE, "the run has done its last step")
+            return JobStopped(EXIT_DONE, "the run has done its last step")
         won_unheard = lease is not None and lease.holder == ctx.me.agent_id
         if won_unheard and token is not None:
             return self.board_swapped(state, token, won=True)
@@ -270,7 +269,6 @@ class Candidate(Role):
             self.ctx.outbox.append(ReadBoard())
 
     def _campaign(self) -> Transition | None:
-        """Start the campaign, or start over when it led nowhere."""
         ctx = self.ctx
         if self._swapping:
             ctx.after("campaign", RETRY_S)  # the board has yet to answer

@@ -28,8 +28,6 @@ from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
 from elastic_trainer.agent.membership.liveness import Peer, Peers, choose_members
 from elastic_trainer.agent.membership.messages import (
     PROTOCOL,
-    Abort,
-    Ask,
     Differ,
     Formed,
     Join,
@@ -39,7 +37,6 @@ from elastic_trainer.agent.membership.messages import (
     Reject,
     Renewed,
     ReportMessage,
-    Show,
     Stop,
     Welcome,
     Won,
@@ -48,6 +45,7 @@ from elastic_trainer.agent.membership.messages import (
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
+    JobStopped,
     LeaveAsked,
     Member,
     NodeLeaving,
@@ -69,7 +67,6 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
-    ToDone,
     ToSeeker,
     Transition,
     excluded_message,
@@ -214,7 +211,7 @@ class Coordinator(Role):
         self._left_nodes: set[str] = set()
         """Nodes that left on request since the last epoch ended: nobody is charged for them."""
         self.diagnosis = HangDiagnosis()
-        self.stragglers, self._compared = Stragglers(), 0
+        self.stragglers = Stragglers()
         self._slow: set[str] = set()
         """Nodes that gave their place to a spare."""
         self._expected = won.expected
@@ -234,7 +231,7 @@ class Coordinator(Role):
         self._stopping: str | None = None
         """Why the whole job saves and ends."""
         self._stop_signal = "SIGTERM"
-        self._final: ToDone | None = None
+        self._final: JobStopped | None = None
         """How the job ends, once that is decided."""
         self._parked: tuple[int, float] | None = None
         """(nodes left, since when) while they are too few for the last rung."""
@@ -278,7 +275,6 @@ class Coordinator(Role):
     # --- inputs --------------------------------------------------------------------------
 
     def _on(self, what: type | str, *details: Any) -> Transition | None:
-        """Do what `TRANSITIONS` says of an input."""
         on = TRANSITIONS[what]
         if self.phase not in on.phases:
             return None
@@ -455,15 +451,15 @@ class Coordinator(Role):
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"
-            ctx.send(conn, Abort(epoch=join.last_epoch, reason=over, victims=()))
+            ctx.send(conn, EpochAborted(epoch=join.last_epoch, reason=over, victims=()))
         if member.agent_id in self.members:
             if self.phase in BUSY and not runs:
                 self._end_epoch(f"{member.node} missed the epoch", (member.node,))
             elif self.phase in BUSY and not join.runs:
                 self._end_epoch(f"{member.node} was cut off, and has no workers", (member.node,))
             if self.phase is Phase.DRAINING:
-                asked = Ask(epoch=ctx.epoch, request=int(self._asked), signal=self._stop_signal)
-                ctx.send(conn, asked)
+                signal = self._stop_signal
+                ctx.send(conn, AskWorkers(epoch=ctx.epoch, request=self._asked, signal=signal))
         return self.advance()
 
     # --- who lives -----------------------------------------------------------------------
@@ -502,7 +498,6 @@ class Coordinator(Role):
         return self._lost(peer, "its connection ended and did not come back")
 
     def _beat(self) -> Transition | None:
-        """Say that this agent lives; drop agents that are silent for too long."""
         ctx = self.ctx
         ctx.after("beat", ctx.settings.heartbeat_s)
         self._send_all(Ping())
@@ -537,7 +532,6 @@ class Coordinator(Role):
         return self.advance()
 
     def _quarantine(self, node: str, host: str) -> None:
-        """Record that a machine that was lost again takes no part for a while."""
         ctx = self.ctx
         if (until := ctx.history.quarantined(ctx.now).get(host)) is not None:
             seconds, losses = round(until - ctx.now, 3), len(ctx.history.losses()[host])
@@ -550,7 +544,6 @@ class Coordinator(Role):
             self.ctx.timers["quarantine"] = min(ends)
 
     def _forget(self, peer: Peer) -> None:
-        """Count an agent no longer."""
         self.peers.remove(peer)
         for what in ("gone", "probe"):
             self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
@@ -709,7 +702,6 @@ class Coordinator(Role):
         return self._stop_with_too_few(f"{self._parked[0]} nodes", why)
 
     def _give_up(self, have: int) -> Transition | None:
-        """End a job whose missing nodes are excluded."""
         excluded = sorted(self.ctx.excluded.items())
         why = "; ".join(f"{host}: {reason}" for host, reason in excluded)
         return self._stop_with_too_few(f"{have} healthy nodes", f" (excluded: {why})")
@@ -760,6 +752,7 @@ class Coordinator(Role):
             excluded=ctx.excluded,
         )
         self._ended, self._asked, self._grow_by = {}, Request.NONE, None
+        self.stragglers = Stragglers()
         ctx.timers.pop("grow", None)
         self.phase, self._expected, self._parked = Phase.STARTING, None, None
         self.peers.unsure.clear()
@@ -782,9 +775,8 @@ class Coordinator(Role):
 
         `known` are the agent ids of members and spares.
         """
-        ctx = self.ctx
         idle = [peer.member for peer in self.peers if peer.ready]
-        gone = [m for m in ctx.serving() if self.peers.get(m.agent_id) is None]
+        gone = [m for m in self.ctx.serving() if self.peers.get(m.agent_id) is None]
         return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
@@ -798,7 +790,7 @@ class Coordinator(Role):
             return None  # where nodes stay what they are, it coordinates without workers
         ctx.leaving[ctx.me.agent_id] = ctx.me
         self._send_all(Leaves(member=ctx.me))
-        return ToDone(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
+        return JobStopped(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
 
     # --- while an epoch runs -------------------------------------------------------------
 
@@ -824,8 +816,6 @@ class Coordinator(Role):
         ctx = self.ctx
         if ctx.settings.straggler == "off":
             return
-        if self._compared != ctx.epoch:
-            self.stragglers, self._compared = Stragglers(), ctx.epoch
         for found in self.stragglers.take(peer.member.node, report.ranks):
             swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
             known = self.peers.of_node(found.node)
@@ -876,13 +866,10 @@ class Coordinator(Role):
 
     def _ask_all(self, request: Request) -> None:
         """Have the workers of the epoch leave at the next boundary."""
-        ctx = self.ctx
         self._asked |= request
         self.phase = Phase.DRAINING
-        ask = Ask(epoch=ctx.epoch, request=int(request), signal=self._stop_signal)
-        self._send_all(ask, self.members)
-        if ctx.me.agent_id in self.members:
-            ctx.tell(AskWorkers(epoch=ctx.epoch, request=request, signal=self._stop_signal))
+        signal = self._stop_signal
+        self._tell_members(AskWorkers(epoch=self.ctx.epoch, request=request, signal=signal))
 
     # --- failures ------------------------------------------------------------------------
 
@@ -904,7 +891,6 @@ class Coordinator(Role):
         return all(p.member.node in heard for p in map(self.peers.get, self.members) if p)
 
     def _settled(self) -> None:
-        """End the epoch for the failures that were reported."""
         if self.phase in BUSY and self._failures:
             causes = [
                 item for item in self._failures if item[1].failure.kind is not Kind.COLLATERAL
@@ -921,12 +907,12 @@ class Coordinator(Role):
         ctx.timers.pop("settle", None)
         self.phase, self.reason = Phase.IDLE, reason
         ctx.log("epoch.aborted", reason=reason, victims=list(victims))
-        self._send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
         ctx.in_epoch = False
-        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
+        over = EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks)
+        self._send_all(over)
+        ctx.tell(over)
 
     def _attribute(self) -> None:
-        """Attribute what ended the last epoch, and do what follows from that."""
         ctx, settings = self.ctx, self.ctx.settings
         known = [self.peers.get(agent_id) for agent_id in self.members]
         gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
@@ -999,9 +985,7 @@ class Coordinator(Role):
             if not diagnosis.open(report, ctx.now):
                 return None
             ctx.after("diagnose", ANSWER_S)
-            self._send_all(Show(epoch=ctx.epoch), self.members)
-            if ctx.me.agent_id in self.members:
-                ctx.tell(ShowWorkers(epoch=ctx.epoch))
+            self._tell_members(ShowWorkers(epoch=ctx.epoch))
         diagnosis.heard(peer.member.agent_id, peer.member.node, report)
         if diagnosis.is_complete(self.members):
             self._conclude()
@@ -1114,11 +1098,9 @@ class Coordinator(Role):
 
     @property
     def _held_by_epoch(self) -> bool:
-        """Whether some that leave run workers."""
         return self.phase in BUSY and any(member in self._leaving for member in self.members)
 
     def _no_boundary(self) -> Transition | None:
-        """End an epoch that does not come to a boundary."""
         if not self._held_by_epoch:
             return None
         nodes = tuple(p.member.node for p in self.peers if p.leaving)
@@ -1139,7 +1121,7 @@ class Coordinator(Role):
         if ctx.me.agent_id in why:
             reason = f"left on request: {why.pop(ctx.me.agent_id)}"
             ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
-            return ToDone(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
+            return JobStopped(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
         return None
 
     def _is_needed(self, member: Member) -> bool:
@@ -1180,7 +1162,7 @@ class Coordinator(Role):
         forms = self.phase is Phase.FORMING
         if not (gone and forms and self.ctx.now - self._form_asked >= FINAL_SWAP_S):
             return None
-        self._final = ToDone(EXIT_DO_NOT_RESTART, f"HF523 no epoch can begin: {error}")
+        self._final = JobStopped(EXIT_DO_NOT_RESTART, f"HF523 no epoch can begin: {error}")
         return self._leave()
 
     def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
@@ -1222,14 +1204,13 @@ class Coordinator(Role):
     def _stop(self, code: int, reason: str) -> Transition | None:
         """End the job: first on the board, for a deposed coordinator ends nothing."""
         if self._final is None:
-            self._final = ToDone(code, reason)
+            self._final = JobStopped(code, reason)
             self.phase = Phase.ENDING
             self.ctx.after("final", FINAL_SWAP_S)
             self.lease.release(code, reason)
         return None
 
     def _leave(self) -> Transition:
-        """Tell all that the job is over."""
         assert self._final is not None
         code, reason = self._final.code, self._final.reason
         self.ctx.log("job.stopped", code=code, reason=reason)
@@ -1239,9 +1220,13 @@ class Coordinator(Role):
     # --- sending -------------------------------------------------------------------------
 
     def _send_all(self, message: Message, agent_ids: tuple[str, ...] | None = None) -> None:
-        """Send to every connected agent, or to those of `agent_ids`."""
         if conns := self.peers.conns(agent_ids):
             self.ctx.outbox.append(Send(conns, message))
+
+    def _tell_members(self, ask: AskWorkers | ShowWorkers) -> None:
+        self._send_all(ask, self.members)
+        if self.ctx.me.agent_id in self.members:
+            self.ctx.tell(ask)
 
     def _send_epoch(self, formed: Formed) -> None:
         """Send what has changed to those that hold the last epoch, all of it to others."""
@@ -1259,7 +1244,6 @@ class Coordinator(Role):
             self.ctx.outbox.append(Send(tuple(others), formed))
 
     def _dismiss(self, peer: Peer, last_word: Stop) -> None:
-        """Say a last word to an agent and hang up."""
         if peer.conn is not None:
             self.ctx.send(peer.conn, last_word)
             self.ctx.close(peer.conn)

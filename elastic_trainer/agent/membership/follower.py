@@ -10,15 +10,12 @@ from elastic_trainer.agent.membership.hang_diagnosis import (
     SILENT_BEATS,
 )
 from elastic_trainer.agent.membership.messages import (
-    Abort,
-    Ask,
     Changed,
     Formed,
     Message,
     Ping,
     Reject,
     Renewed,
-    Show,
     Stop,
     Welcome,
     Won,
@@ -27,14 +24,14 @@ from elastic_trainer.agent.membership.messages import (
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
+    JobStopped,
     Report,
     ShowWorkers,
     WorkersReady,
     WorkersSeen,
 )
-from elastic_trainer.agent.membership.roles import Role, ToCandidate, ToDone, ToSeeker, Transition
+from elastic_trainer.agent.membership.roles import Role, ToCandidate, ToSeeker, Transition
 from elastic_trainer.board.state import BoardState, Token
-from elastic_trainer.worker.heartbeat import Request
 
 
 class Follower(Role):
@@ -83,12 +80,12 @@ class Follower(Role):
                 return self._new_epoch(conn, message)
             case Renewed(beat=beat):
                 ctx.renewed = (ctx.term, beat, ctx.now)
-            case Abort() | Show():
+            case EpochAborted() | ShowWorkers() | AskWorkers():
                 self._of_workers(message)
-            case Ask(epoch=epoch, request=request, signal=signal):
-                ctx.tell(AskWorkers(epoch=epoch, request=Request(request), signal=signal))
-            case Stop() | Reject(code=int()):
-                return _end(message)
+            case Stop(code=code, reason=reason, serves=serves):
+                return JobStopped(code, reason, serves)
+            case Reject(code=int() as code, reason=reason):
+                return JobStopped(code, reason)
             case Reject():  # it knows of another coordinator
                 ctx.close(conn)
                 return ToSeeker()
@@ -134,7 +131,7 @@ class Follower(Role):
                 self._heard = ctx.now
                 self._tell_all(conn)
             case Reject(code=int() as code, reason=reason):
-                return ToDone(code, reason)
+                return JobStopped(code, reason)
             case Welcome() | Reject():
                 ctx.close(conn)
                 return self._lost("its connection ended and it coordinates no more", sure=True)
@@ -142,19 +139,11 @@ class Follower(Role):
                 return super().received(conn, message)
         return None
 
-    def _of_workers(self, abort: Abort | Show) -> None:
-        ctx = self.ctx
-        if abort.epoch != ctx.epoch:
-            return
-        if isinstance(abort, Show):
-            ctx.tell(ShowWorkers(epoch=abort.epoch))
-            return
-        ctx.in_epoch = False
-        ctx.tell(
-            EpochAborted(
-                epoch=abort.epoch, reason=abort.reason, victims=abort.victims, stacks=abort.stacks
-            )
-        )
+    def _of_workers(self, word: EpochAborted | ShowWorkers | AskWorkers) -> None:
+        if word.epoch == self.ctx.epoch or isinstance(word, AskWorkers):
+            if isinstance(word, EpochAborted):
+                self.ctx.in_epoch = False
+            self.ctx.tell(word)
 
     def _new_epoch(self, conn: Conn, news: Formed | Changed) -> Transition | None:
         """Adopt an epoch; join again for one that cannot be: that says what this agent holds."""
@@ -175,12 +164,11 @@ class Follower(Role):
         self.ctx.note(report)
         if self._link is not None:
             self.ctx.send(self._link, wrap(report))
-            stalled = isinstance(report, WorkersSeen) and report.stalled
             if isinstance(report, WorkersSeen):
                 self._hangs = report.hangs
-            if stalled and "answer" not in self.ctx.timers:
-                self._asked = self.ctx.now
-                self.ctx.after("answer", ANSWER_S)
+                if report.stalled and "answer" not in self.ctx.timers:
+                    self._asked = self.ctx.now
+                    self.ctx.after("answer", ANSWER_S)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
@@ -201,9 +189,8 @@ class Follower(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """Join again over the new connection."""
-        ctx = self.ctx
         if conn == self._redial:
-            ctx.join(conn)
+            self.ctx.join(conn)
         return None
 
     def timer(self, name: str) -> Transition | None:
@@ -256,8 +243,3 @@ class Follower(Role):
         if self._called is None and coordinator is not None and ctx.me in ctx.everyone:
             return ToCandidate(sure)
         return ToSeeker(self._called)
-
-
-def _end(word: Stop | Reject) -> ToDone:
-    assert word.code is not None
-    return ToDone(word.code, word.reason, serves=isinstance(word, Stop) and word.serves)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from elastic_trainer.agent.membership.candidate import Candidate
 from elastic_trainer.agent.membership.coordinator import Coordinator
 from elastic_trainer.agent.membership.effects import (
-    Conn,
     Context,
     Effect,
     ReadBoard,
@@ -21,20 +20,17 @@ from elastic_trainer.agent.membership.effects import (
     SwapBoard,
 )
 from elastic_trainer.agent.membership.follower import Follower
-from elastic_trainer.agent.membership.messages import Message
-from elastic_trainer.agent.membership.notices import Member, Report
+from elastic_trainer.agent.membership.notices import JobStopped, Member
 from elastic_trainer.agent.membership.roles import (
     Done,
     Role,
     ToCandidate,
     ToCoordinator,
-    ToDone,
     ToFollower,
     ToSeeker,
     Transition,
 )
 from elastic_trainer.agent.membership.seeker import Seeker
-from elastic_trainer.board.state import BoardState, Token
 
 
 class Membership:
@@ -66,70 +62,8 @@ class Membership:
         """Whether this agent believes to hold the lease."""
         return isinstance(self.role, Coordinator)
 
-    def start(self, now: float) -> list[Effect]:
-        """Begin."""
-        return self._run(now, lambda role: role.start())
-
-    def opened(self, conn: Conn, now: float) -> list[Effect]:
-        """A dial succeeded."""
-        return self._run(now, lambda role: role.opened(conn))
-
-    def closed(self, conn: Conn, now: float, *, refused: bool = False) -> list[Effect]:
-        """A connection ended or a dial failed."""
-        return self._run(now, lambda role: role.closed(conn, refused=refused))
-
-    def received(self, conn: Conn, message: Message, now: float) -> list[Effect]:
-        """A message came."""
-        return self._run(now, lambda role: role.received(conn, message))
-
-    def board_read(self, state: BoardState | None, token: Token | None, now: float) -> list[Effect]:
-        """Take the answer to ReadBoard."""
-        return self._answered(now, lambda role: role.board_read(state, token))
-
-    def board_swapped(
-        self, state: BoardState, token: Token, now: float, *, won: bool
-    ) -> list[Effect]:
-        """Take the answer to SwapBoard."""
-        return self._answered(now, lambda role: role.board_swapped(state, token, won=won))
-
-    def board_failed(self, error: str, now: float, *, gone: bool = False) -> list[Effect]:
-        """The board's storage did not answer; `gone`: it says that there is no such folder."""
-        return self._answered(now, lambda role: role.board_failed(error, gone=gone))
-
-    def store_opened(self, epoch: int, address: str, port: int, now: float) -> list[Effect]:
-        """Take the answer to OpenStore."""
-        return self._run(now, lambda role: role.store_opened(epoch, address, port))
-
-    def reported(self, report: Report, now: float) -> list[Effect]:
-        """Take a report of the local agent."""
-        return self._run(now, lambda role: role.reported(report))
-
-    def woken(self, now: float) -> list[Effect]:
-        """This process was stopped for a while, which `now` leaves out, and continues."""
-        return self._run(now, lambda role: role.woken())
-
-    def tick(self, now: float) -> list[Effect]:
-        """Fire the timers that are due."""
-        effects: list[Effect] = []
-        while due := sorted((t, name) for name, t in self.ctx.timers.items() if t <= now):
-            name = due[0][1]
-            del self.ctx.timers[name]
-            effects += self._run(now, lambda role, name=name: role.timer(name))  # type: ignore[misc]
-        return effects
-
-    def next_timer(self) -> float | None:
-        """When `tick` is to be called next; None: never."""
-        return min(self.ctx.timers.values(), default=None)
-
-    def _answered(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
-        """Give the board's answer to the role that asked.
-
-        A role that has taken its place would take it for the answer to a call of its own.
-        """
-        current = self._asked.popleft() is self.role
-        return self._run(now, handle) if current else []
-
-    def _run(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
+    def feed(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
+        """Have the role handle what happened, and those that it hands over to begin."""
         self.ctx.now = now
         transition = handle(self.role)
         effects = self._take_effects()
@@ -138,6 +72,27 @@ class Membership:
             transition = self.role.start()
             effects += self._take_effects()
         return effects
+
+    def answer(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
+        """Have the role that asked handle the board's answer.
+
+        A role that has taken its place would take it for the answer to a call of its own.
+        """
+        current = self._asked.popleft() is self.role
+        return self.feed(now, handle) if current else []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fire the timers that are due."""
+        effects: list[Effect] = []
+        while due := sorted((t, name) for name, t in self.ctx.timers.items() if t <= now):
+            name = due[0][1]
+            del self.ctx.timers[name]
+            effects += self.feed(now, lambda role, name=name: role.timer(name))  # type: ignore[misc]
+        return effects
+
+    def next_timer(self) -> float | None:
+        """When `tick` is to be called next; None: never."""
+        return min(self.ctx.timers.values(), default=None)
 
     def _take_effects(self) -> list[Effect]:
         effects, self.ctx.outbox = self.ctx.outbox, []
@@ -155,5 +110,5 @@ def _role_of(ctx: Context, transition: Transition) -> Role:
             return Candidate(ctx, sure=sure)
         case ToCoordinator():
             return Coordinator(ctx, transition)
-        case ToDone():
+        case JobStopped():
             return Done(ctx, transition)

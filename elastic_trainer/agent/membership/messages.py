@@ -13,8 +13,11 @@ from signal import Signals
 from typing import Any, Final, get_args
 
 from elastic_trainer.agent.membership.notices import (
+    AskWorkers,
+    EpochAborted,
     Member,
     Report,
+    ShowWorkers,
     WorkersFailed,
     WorkersPaced,
     WorkersSeen,
@@ -177,33 +180,6 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """Coordinator -> all: kill the workers of `epoch`."""
-
-    epoch: int
-    reason: str
-    victims: tuple[str, ...]
-    stacks: bool = False
-    """Dump their stacks first: they hang."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Show:
-    """Coordinator -> members: where are your workers of `epoch`?"""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Coordinator -> members: put `request` into your workers' heartbeats."""
-
-    epoch: int
-    request: int
-    signal: str = "SIGTERM"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
     """Coordinator -> all: an agent leaves, without a failure.
 
@@ -268,9 +244,9 @@ Message = (
     | Renewed
     | Formed
     | Changed
-    | Abort
-    | Show
-    | Ask
+    | EpochAborted
+    | ShowWorkers
+    | AskWorkers
     | Leaves
     | Stop
     | ReportMessage
@@ -279,11 +255,15 @@ Message = (
     | Won
 )
 
-_TYPES: Final[dict[str, Any]] = {
-    "Told" if cls is ReportMessage else cls.__name__: cls for cls in get_args(Message)
+_SHORT: Final[dict[Any, str]] = {
+    EpochAborted: "Abort",
+    ShowWorkers: "Show",
+    AskWorkers: "Ask",
+    ReportMessage: "Told",
 }
-"""By their names on the wire: raise PROTOCOL when a class is renamed."""
-_NAMES: Final = {cls: name for name, cls in _TYPES.items()}
+_NAMES: Final[dict[Any, str]] = {cls: _SHORT.get(cls, cls.__name__) for cls in get_args(Message)}
+"""On the wire: raise PROTOCOL when a class is renamed."""
+_TYPES: Final = {name: cls for cls, name in _NAMES.items()}
 _REPORTS: Final[dict[str, Any]] = {cls.__name__: cls for cls in get_args(Report)}
 _ZLIB: Final = b"\x78"
 """What a compressed message begins with, and JSON never."""
@@ -312,21 +292,21 @@ def decode(payload: bytes) -> Message:
     try:
         raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
+        if cls is AskWorkers:
+            _check_ask(**raw)
         message: Message = build(cls, _refusable(raw) if cls is Join else raw)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
     if isinstance(message, Join | Leaves):
         _check_member(cls.__name__, message.member)
-    elif isinstance(message, Ask):
-        _check_ask(message)
     return message
 
 
-def _check_ask(ask: Ask) -> None:
-    if not 0 <= ask.request < 1 << 8:
-        raise ValueError(f"Ask.request is {ask.request}")
-    if ask.signal not in Signals.__members__:
-        raise ValueError(f"Ask.signal is {ask.signal:.20}")
+def _check_ask(*, request: Any, signal: Any = "SIGTERM", **_: Any) -> None:
+    if type(request) is not int or not 0 <= request < 1 << 8:
+        raise ValueError(f"Ask.request is {request!r:.20}")
+    if signal not in Signals.__members__:
+        raise ValueError(f"Ask.signal is {signal!r:.20}")
 
 
 def _refusable(raw: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class EpochFormed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochAborted:
-    """Kill every worker of `epoch` now; another notice will follow."""
+    """Kill every worker of `epoch` now; another notice will follow. Also a message to all."""
 
     epoch: int
     reason: str
@@ -81,14 +81,14 @@ class EpochAborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowWorkers:
-    """Answer with `WorkersSeen`: another node's workers make no progress."""
+    """Answer with `WorkersSeen`: another node's workers make no progress. Also a message."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskWorkers:
-    """Put `request` into the heartbeats of the workers of `epoch`."""
+    """Put `request` into the heartbeats of the workers of `epoch`. Also a message to members."""
 
     epoch: int
     request: Request
@@ -96,9 +96,9 @@ class AskWorkers:
     """For scripts that take no requests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class JobStopped:
-    """The job is over; kill what is left and exit with `code`.
+    """The job is over for this agent; kill what is left and exit with `code`.
 
     `serves`: the others continue, and may need this node's snapshots.
     `over_in`: the job whose agents ended it before this one took part; None: it took part.

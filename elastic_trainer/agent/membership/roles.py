@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
@@ -59,17 +58,7 @@ class ToCoordinator:
     """The job has had newer epochs than this agent knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToDone:
-    """The job is over for this agent; the fields are those of JobStopped."""
-
-    code: int
-    reason: str
-    serves: bool = False
-    over_in: str | None = None
-
-
-Transition = ToSeeker | ToFollower | ToCandidate | ToCoordinator | ToDone
+Transition = ToSeeker | ToFollower | ToCandidate | ToCoordinator | JobStopped
 """What a handler returns to hand over to another role; `machine.py` makes the role."""
 
 
@@ -172,13 +161,12 @@ class Role:
 class Done(Role):
     """The job is over for this agent."""
 
-    def __init__(self, ctx: Context, end: ToDone) -> None:
+    def __init__(self, ctx: Context, end: JobStopped) -> None:
         super().__init__(ctx)
         self._end = end
 
     def start(self) -> Transition | None:
         """Tell the local agent, once."""
         self.ctx.timers.clear()
-        end = self._end
-        self.ctx.tell(JobStopped(**dataclasses.asdict(end)))
+        self.ctx.tell(self._end)
         return None

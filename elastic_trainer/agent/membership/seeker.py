@@ -7,10 +7,10 @@ from dataclasses import replace
 from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard, SwapBoard
 from elastic_trainer.agent.membership.lease import is_of, lease_of, supersedes
 from elastic_trainer.agent.membership.messages import Message, Reject, Welcome, Won
+from elastic_trainer.agent.membership.notices import JobStopped
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
-    ToDone,
     ToFollower,
     Transition,
     live_message,
@@ -78,7 +78,7 @@ class Seeker(Role):
         seen = self._seen
         beats = seen is not None and seen.term == lease.term and seen.beat != lease.beat
         if beats and lease.job != ctx.job:
-            return ToDone(EXIT_DO_NOT_RESTART, live_message(lease.job, lease))
+            return JobStopped(EXIT_DO_NOT_RESTART, live_message(lease.job, lease))
         self._note(lease)
         if (lease.address, lease.port) == (ctx.me.address, ctx.me.port):
             # The holder had this agent's port before: it is dead, and nobody else is there.
@@ -120,18 +120,18 @@ class Seeker(Role):
             self.ctx.close(self._called[0])
             self._called = None
 
-    def _end(self, state: BoardState) -> ToDone | None:
+    def _end(self, state: BoardState) -> JobStopped | None:
         """Return how the board says that it is over for this agent; None: it does not."""
         job, ended = self.ctx.job, state.ended
         late = ended.job if ended is not None and self.ctx.term == 0 else None
         if state.finished:
-            return ToDone(EXIT_DONE, "the run has already done its last step", over_in=late)
+            return JobStopped(EXIT_DONE, "the run has already done its last step", over_in=late)
         if ended is not None and ended.job == job:
-            return ToDone(ended.code, ended.reason, over_in=late)
+            return JobStopped(ended.code, ended.reason, over_in=late)
         for other in (state.lease, state.ended):
             if other is not None and supersedes(other.job, job):
                 reason = f"stale: attempt {other.job} of this job has begun since"
-                return ToDone(EXIT_DO_NOT_RESTART, reason)
+                return JobStopped(EXIT_DO_NOT_RESTART, reason)
         return None
 
     def _claim(self, state: BoardState, token: Token | None) -> Transition | None:
@@ -150,7 +150,7 @@ class Seeker(Role):
         if self._unfit_until is None:
             self._unfit_until = ctx.now + ctx.settings.join_timeout_s
         if ctx.now >= self._unfit_until:
-            return ToDone(EXIT_TOO_FEW_NODES, unfit_message(ctx.me, ctx.settings))
+            return JobStopped(EXIT_TOO_FEW_NODES, unfit_message(ctx.me, ctx.settings))
         self._look_again()
         return None
 
@@ -196,9 +196,8 @@ class Seeker(Role):
 
     def opened(self, conn: Conn) -> Transition | None:
         """Ask to join."""
-        ctx = self.ctx
         if conn == self._link:
-            ctx.join(conn)
+            self.ctx.join(conn)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
@@ -222,7 +221,7 @@ class Seeker(Role):
                 self._forget_caller()
                 return ToFollower(conn, term)
             case Reject(code=int() as code, reason=reason) if conn == self._link:
-                return ToDone(code, reason)
+                return JobStopped(code, reason)
             case Reject() if conn == self._link:
                 # Another agent has the address: as good as a refusal.
                 ctx.close(conn)

@@ -29,6 +29,7 @@ from elastic_trainer.agent.membership.effects import (
 from elastic_trainer.agent.membership.machine import Membership
 from elastic_trainer.agent.membership.messages import decode, encode
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.agent.membership.roles import Role, Transition
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
 from elastic_trainer.board.state import Board, BoardState, Token
 
@@ -96,7 +97,7 @@ class MembershipClient:
 
     def report(self, report: Report) -> None:
         """Tell the coordinator; returns at once."""
-        self._network.call(lambda: self._do(self._machine.reported(report, self._network.now())))
+        self._network.call(lambda: self._feed(lambda role: role.reported(report)))
 
     def close(self) -> None:
         """Leave: peers see the connections end. Waits for nothing, a stalled board least of all."""
@@ -111,11 +112,11 @@ class MembershipClient:
 
     def opened(self, conn: int) -> None:
         """A dial succeeded."""
-        self._do(self._machine.opened(conn, self._network.now()))
+        self._feed(lambda role: role.opened(conn))
 
     def closed(self, conn: int, *, refused: bool) -> None:
         """A connection ended or a dial failed."""
-        self._do(self._machine.closed(conn, self._network.now(), refused=refused))
+        self._feed(lambda role: role.closed(conn, refused=refused))
 
     def stranger(self, address: str, reason: str) -> None:
         """A connection did not prove itself: said now and then, however many they are."""
@@ -132,15 +133,15 @@ class MembershipClient:
             message = decode(payload)
         except ValueError:
             self._endpoint.close(conn)
-            self._do(self._machine.closed(conn, self._network.now()))
+            self._feed(lambda role: role.closed(conn, refused=False))
             return
-        self._do(self._machine.received(conn, message, self._network.now()))
+        self._feed(lambda role: role.received(conn, message))
 
     # --- effects ----------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._endpoint.serve(self)
-        self._do(self._machine.start(self._network.now()))
+        self._feed(lambda role: role.start())
 
     def _shut(self) -> None:
         self._closed = True
@@ -148,6 +149,9 @@ class MembershipClient:
         if self._own_executors:
             self._board_work.shutdown(wait=False, cancel_futures=True)
             self._store_work.shutdown(wait=False, cancel_futures=True)
+
+    def _feed(self, handle: Callable[[Role], Transition | None]) -> None:
+        self._do(self._machine.feed(self._network.now(), handle))
 
     def _do(self, effects: list[Effect]) -> None:  # noqa: C901  one case per effect
         if self._closed:
@@ -184,7 +188,7 @@ class MembershipClient:
             now = clock()
             if clock.stopped_s != self._stopped_s:
                 self._stopped_s = clock.stopped_s
-                self._do(self._machine.woken(now))
+                self._do(self._machine.feed(now, lambda role: role.woken()))
             self._do(self._machine.tick(now))
 
     # --- on the board's and the store's threads ------------------------------------------------
@@ -197,7 +201,7 @@ class MembershipClient:
             self._board_failed(error)
             return
         token = found[1] if found else None
-        self._later(lambda now: self._machine.board_read(state, token, now))
+        self._answer(lambda role: role.board_read(state, token))
 
     def _swap_board(self, state: BoardState, token: Token | None) -> None:
         try:
@@ -207,10 +211,10 @@ class MembershipClient:
             self._board_failed(error)
             return
         if found is None or newest is None:  # somebody has emptied it
-            self._later(lambda now: self._machine.board_read(None, None, now))
+            self._answer(lambda role: role.board_read(None, None))
             return
         _, new_token, won = found
-        self._later(lambda now: self._machine.board_swapped(newest, new_token, now, won=won))
+        self._answer(lambda role: role.board_swapped(newest, new_token, won=won))
 
     def _board_failed(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -218,7 +222,7 @@ class MembershipClient:
             lambda: self._say_now_and_then(self._board_failures, "board.failed", text)
         )
         gone = isinstance(error, FileNotFoundError)
-        self._later(lambda now: self._machine.board_failed(text, now, gone=gone))
+        self._answer(lambda role: role.board_failed(text, gone=gone))
 
     def _open(self, epoch: int) -> None:
         try:
@@ -233,7 +237,7 @@ class MembershipClient:
                 )
             )
             return
-        self._later(lambda now: self._machine.store_opened(epoch, address, port, now))
+        self._network.call(lambda: self._feed(lambda role: role.store_opened(epoch, address, port)))
 
     def _submit(self, executor: Executor, work: Callable[[], None]) -> None:
         """Have `work` done on another thread; what it raises ends the agent like an error here."""
@@ -246,8 +250,8 @@ class MembershipClient:
 
         executor.submit(work).add_done_callback(raise_here)
 
-    def _later(self, step: Callable[[float], list[Effect]]) -> None:
-        self._network.call(lambda: self._do(step(self._network.now())))
+    def _answer(self, handle: Callable[[Role], Transition | None]) -> None:
+        self._network.call(lambda: self._do(self._machine.answer(self._network.now(), handle)))
 
 
 class Throttle:

@@ -290,7 +290,6 @@ class _Link(asyncio.Protocol):
         return True
 
     def _take_frames(self) -> None:
-        """Hand on the whole frames that have come."""
         assert self.transport is not None
         assert self.session is not None
         at = 0
@@ -321,16 +320,8 @@ class AcceptLimiter:
     ones of the busiest host are cut off early: whoever floods the port makes way for the others.
     """
 
-    def __init__(
-        self,
-        most: int = MOST_UNPROVED,
-        *,
-        patience_s: float = PATIENCE_S,
-        pressed_s: float = PRESSED_S,
-    ) -> None:
-        assert most > 0
-        assert 0 < pressed_s <= patience_s
-        self._most, self._patience_s, self._pressed_s = most, patience_s, pressed_s
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._inside: dict[int, tuple[float, str]] = {}
         """Connection -> when it came, and from which host; oldest first."""
         self._hosts: Counter[str] = Counter()
@@ -359,15 +350,15 @@ class AcceptLimiter:
     def due(self) -> float | None:
         """Return when `overdue` is to be asked next; None: nobody is inside."""
         for since, _ in self._inside.values():
-            return since + (self._pressed_s if self.full else self._patience_s)
+            return since + (PRESSED_S if self.full else PATIENCE_S)
         return None
 
     def overdue(self, now: float) -> list[int]:
         """Return those that have to go by `now`, oldest first. They stay until they `leave`."""
-        late = [c for c, (since, _) in self._inside.items() if now - since >= self._patience_s]
+        late = [c for c, (since, _) in self._inside.items() if now - since >= PATIENCE_S]
         if late or not self.full:
             return late
-        slow = [(c, h) for c, (since, h) in self._inside.items() if now - since >= self._pressed_s]
+        slow = [(c, h) for c, (since, h) in self._inside.items() if now - since >= PRESSED_S]
         if not slow:
             return []
         # Of all hosts with slow ones: who has most connections here.

@@ -89,7 +89,7 @@ class SimBoard:
             self._world.at(
                 self._world.now + LOOK_S,
                 lambda: self._answer(
-                    node, lambda now: node.machine.board_failed("down", now, gone=self.gone)
+                    node, node.answering(lambda role: role.board_failed("down", gone=self.gone))
                 ),
             )
             return False
@@ -115,7 +115,7 @@ class SimBoard:
         self.reads.append((self._world.now, node.me.agent_id))
         if self._answers(node):
             state, token = self.seen_by(node) or (None, None)
-            self._answer(node, lambda now: node.machine.board_read(state, token, now))
+            self._answer(node, node.answering(lambda role: role.board_read(state, token)))
 
     def swap(self, node: Node, state: BoardState, token: int | None) -> None:
         """Answer SwapBoard."""
@@ -130,19 +130,17 @@ class SimBoard:
             if state.ended is not None and state.ended != old.ended:
                 self.ends.append(state.ended)
         if self.content is None:
-            self._answer(node, lambda now: node.machine.board_read(None, None, now))
+            self._answer(node, node.answering(lambda role: role.board_read(None, None)))
             return
         newest, new_token = self.content
         if self.lose_replies and self._world.random.random() < 0.5:
-            self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
+            failed = node.answering(lambda role: role.board_failed("reply lost", gone=False))
+            self._answer(node, failed)
         else:
             node.board_seen = self.content
-            self._world.at(
-                self._world.now + self._world.delay(),
-                lambda: self._answer(
-                    node, lambda now: node.machine.board_swapped(newest, new_token, now, won=won)
-                ),
-            )
+            swapped = node.answering(lambda role: role.board_swapped(newest, new_token, won=won))
+            due = self._world.now + self._world.delay()
+            self._world.at(due, lambda: self._answer(node, swapped))
 
     def change(self, node: Node, change: Callable[[BoardState], BoardState | None]) -> bool | None:
         """Change it as a worker of the node does; None: not now, False: `change` gave up."""

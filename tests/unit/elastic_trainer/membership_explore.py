@@ -217,7 +217,7 @@ class World:
                     return
                 if payload is END:
                     if agent.links.pop(conn, None) is not None:
-                        self._feed(i, "closed", conn)
+                        self._feed(i, "closed", conn, refused=False)
                 else:
                     self._feed(i, "received", conn, decode(payload))
             case "dial":
@@ -230,7 +230,7 @@ class World:
                 newest, token = self.board or (BoardState(), 0)
                 self._feed(i, "board_swapped", newest, token, won=won)
             case "failed":
-                self._feed(i, "board_failed", "reply lost")
+                self._feed(i, "board_failed", "reply lost", gone=False)
             case "store":
                 self._feed(i, "store_opened", details, agent.machine.ctx.me.address, 1)
             case "report":
@@ -273,7 +273,13 @@ class World:
     def _feed(self, i: int, what: str, *details: Any, **named: Any) -> None:
         agent = self.agents[i]
         if agent.alive and not agent.stopped:
-            for effect in getattr(agent.machine, what)(*details, self.now, **named):
+            machine = agent.machine
+            if what == "tick":
+                effects = machine.tick(self.now)
+            else:
+                take = machine.answer if what.startswith("board_") else machine.feed
+                effects = take(self.now, lambda role: getattr(role, what)(*details, **named))
+            for effect in effects:
                 self._perform(i, agent, effect)
 
     def _perform(self, i: int, agent: Agent, effect: object) -> None:

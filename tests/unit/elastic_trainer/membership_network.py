@@ -67,11 +67,11 @@ class SimNetwork:
             node.links[conn] = target.links[link.conns[1]] = link
             for payload in node.dialing.pop(conn):
                 self.send(node, link, payload)
-            world.feed(node, lambda now: node.machine.opened(conn, now))
+            world.feed(node, node.hearing(lambda role: role.opened(conn)))
 
     def _dial_failed(self, node: Node, conn: int, *, refused: bool) -> None:
         if node.dialing.pop(conn, None) is not None:
-            self._world.feed(node, lambda now: node.machine.closed(conn, now, refused=refused))
+            self._world.feed(node, node.hearing(lambda role: role.closed(conn, refused=refused)))
 
     def send(self, node: Node, link: Link, payload: bytes | None) -> None:
         """Send a message, or (None) the end of the connection after all that was sent before."""
@@ -96,7 +96,7 @@ class SimNetwork:
             self.hang_up(link, by=source)
         elif conn in target.links:
             message = _decoded(payload)
-            world.feed(target, lambda now: target.machine.received(conn, message, now))
+            world.feed(target, target.hearing(lambda role: role.received(conn, message)))
 
     def hang_up(self, link: Link, by: Node) -> None:
         """End a connection at once; the other side reads the end of it."""
@@ -113,6 +113,6 @@ class SimNetwork:
                 return
             link.open = False
             if other.links.pop(conn, None) is not None:
-                world.feed(other, lambda now: other.machine.closed(conn, now))
+                world.feed(other, other.hearing(lambda role: role.closed(conn, refused=False)))
 
         world.at(world.now + world.delay(), told)

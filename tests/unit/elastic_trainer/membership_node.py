@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic_trainer.agent.membership.effects import Effect
 from elastic_trainer.agent.membership.machine import Membership
 from elastic_trainer.agent.membership.notices import (
     EpochFormed,
@@ -14,8 +16,12 @@ from elastic_trainer.agent.membership.notices import (
     Member,
     Notice,
 )
+from elastic_trainer.agent.membership.roles import Role, Transition
 from elastic_trainer.board.state import BoardState
 
+Handle = Callable[[Role], Transition | None]
+Step = Callable[[float], list[Effect]]
+"""What the agent does at its own time."""
 ImageKey = tuple[str, int, int, int]
 """own or copy, epoch, rank that wrote it, slot."""
 ImageValue = tuple[int, bool]
@@ -78,3 +84,11 @@ class Node:
     """When a fault last kept it from the others or from the board."""
     view: dict[str, object] = field(default_factory=dict)
     """What differs in the view of its worker from one that waits in the all-reduce."""
+
+    def hearing(self, handle: Handle) -> Step:
+        """Return the step in which the agent's role handles what happened."""
+        return lambda now: self.machine.feed(now, handle)
+
+    def answering(self, handle: Handle) -> Step:
+        """Return the step in which the role that asked handles the board's answer."""
+        return lambda now: self.machine.answer(now, handle)

@@ -109,7 +109,7 @@ class Cluster:
         node = Node(me, membership, offset, began=self.now)
         self.nodes.append(node)
         self.by_id[me.agent_id] = node
-        self.feed(node, lambda now: node.machine.start(now))
+        self.feed(node, node.hearing(lambda role: role.start()))
         return node
 
     def kill(self, node: Node, *, silent: bool = False) -> None:
@@ -134,7 +134,7 @@ class Cluster:
         node.paused, node.troubled = False, self.now
         if self.now - node.paused_at > LONGEST_S:  # as RunningClock and the client have it
             node.offset -= self.now - node.paused_at
-            self.feed(node, lambda now: node.machine.woken(now))
+            self.feed(node, node.hearing(lambda role: role.woken()))
         if late_first:
             self.feed(node, lambda now: node.machine.tick(now))
         while node.waiting and not node.paused and node.alive:
@@ -161,11 +161,11 @@ class Cluster:
         node.troubled = self.now
         for conn, link in list(node.links.items()):
             self.network.hang_up(link, by=node)
-            self.feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
+            self.feed(node, node.hearing(lambda role, conn=conn: role.closed(conn, refused=False)))
 
     def report(self, node: Node, report: Report) -> None:
         """Have the node's agent report something."""
-        self.feed(node, lambda now: node.machine.reported(report, now))
+        self.feed(node, node.hearing(lambda role: role.reported(report)))
 
     def seen(self, node: Node, epoch: int, *, stalled: bool) -> WorkersSeen:
         """Return what the node's agent sees of its one worker: it stands still."""
@@ -346,7 +346,7 @@ class Cluster:
                 self.at(
                     self.now + self.delay(),
                     lambda: self.feed(
-                        node, lambda now: node.machine.store_opened(epoch, node.me.node, 1, now)
+                        node, node.hearing(lambda role: role.store_opened(epoch, node.me.node, 1))
                     ),
                 )
             case Tell(notice):

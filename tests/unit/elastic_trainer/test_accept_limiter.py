@@ -8,7 +8,7 @@ from elastic_trainer.agent.wire.network import AcceptLimiter
 
 
 def test_who_is_slow_goes_when_patience_ends():
-    limiter = AcceptLimiter(10, patience_s=5.0, pressed_s=0.5)
+    limiter = AcceptLimiter(10)
     limiter.enter(1, "a", 0.0)
     limiter.enter(3, "b", 1.0)
     assert limiter.due() == 5.0
@@ -21,7 +21,7 @@ def test_who_is_slow_goes_when_patience_ends():
 
 
 def test_a_full_limiter_cuts_off_the_busiest_hosts_slow_ones():
-    limiter = AcceptLimiter(4, patience_s=5.0, pressed_s=0.5)
+    limiter = AcceptLimiter(4)
     for conn, host, when in [(1, "honest", 0.0), (3, "flood", 0.1), (5, "flood", 0.2)]:
         limiter.enter(conn, host, when)
     assert limiter.overdue(1.0) == [], "there is room"
@@ -38,7 +38,7 @@ def test_a_full_limiter_cuts_off_the_busiest_hosts_slow_ones():
 )
 def test_the_limiter_never_overflows_and_always_opens_again(steps):
     """Whoever proves itself within the pressed time is never cut off."""
-    now, limiter, number = 0.0, AcceptLimiter(5, patience_s=5.0, pressed_s=0.5), 0
+    now, limiter, number = 0.0, AcceptLimiter(5), 0
     entered = {}
     for host, wait_s, proves in steps:
         now += wait_s

@@ -14,12 +14,17 @@ from elastic_trainer.agent.membership.messages import (
     Changed,
     Formed,
     ReportMessage,
-    Show,
     decode,
     encode,
     wrap,
 )
-from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
+from elastic_trainer.agent.membership.notices import (
+    RankPace,
+    ShowWorkers,
+    WorkersPaced,
+    WorkersSeen,
+    WorkerView,
+)
 from elastic_trainer.plan.ladder import Ladder
 
 seconds = st.floats(allow_nan=False, allow_infinity=False) | number
@@ -86,7 +91,7 @@ said = st.one_of(
         left=bounds,
         rest=formed.flatmap(of_epoch),
     ),
-    st.builds(Show, epoch=epochs),
+    st.builds(ShowWorkers, epoch=epochs),
     st.one_of(reports.flatmap(of_epoch), seen, paced).map(wrap),
     st.builds(
         ReportMessage,
@@ -122,6 +127,7 @@ def test_no_message_ends_an_agent(steps):
         except ValueError:
             continue  # refused by the parser
         conn = conns[which % len(conns)]
-        node.machine.received(conn, heard, world.now + node.offset)
+        now = world.now + node.offset
+        node.machine.feed(now, lambda role, conn=conn, heard=heard: role.received(conn, heard))
         due = node.machine.next_timer()
-        node.machine.tick(max(world.now + node.offset, due if due is not None else 0.0))
+        node.machine.tick(max(now, due if due is not None else 0.0))

@@ -109,7 +109,7 @@ def test_an_agent_of_another_protocol_is_refused_with_both():
     cluster.run(1.0)
     member = replace(first.me, agent_id="x", node="node1", host="node1", port=9)
     join = Join(member=member, job="job", last_epoch=0, protocol=7)
-    cluster.feed(first, lambda now: first.machine.received(1, join, now))
+    cluster.feed(first, first.hearing(lambda role: role.received(1, join)))
     (said,) = warnings(first)
     assert "protocol: 7 on node1, 1 on node0" in said
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import pytest
 from membership_explore import World
 
+from elastic_trainer.agent.membership.candidate import Candidate
+from elastic_trainer.agent.membership.coordinator import Coordinator
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.machine import Membership
+from elastic_trainer.agent.membership.seeker import Seeker
 from elastic_trainer.plan.ladder import Ladder
 
 LONGEST_S = 300.0
@@ -72,13 +74,11 @@ def test_three_agents_settle_however_late_one_event_is(record_property):
 
 
 def test_an_agent_that_believes_a_lost_swap_is_found_out(monkeypatch):
-    swapped = Membership.board_swapped
+    def believing(swapped):
+        return lambda role, state, token, **_: swapped(role, state, token, won=True)
 
-    def believes(self, state, token, now, *, won):
-        del won
-        return swapped(self, state, token, now, won=True)
-
-    monkeypatch.setattr(Membership, "board_swapped", believes)
+    for role in (Seeker, Candidate, Coordinator):
+        monkeypatch.setattr(role, "board_swapped", believing(role.board_swapped))
     with pytest.raises(AssertionError):
         explore(three_agents(1, 0), seconds=60.0)
 

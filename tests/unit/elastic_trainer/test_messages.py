@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from elastic_trainer.agent.membership.messages import (
     MAX_BYTES,
-    Abort,
-    Ask,
     Changed,
     Differ,
     Elect,
@@ -36,6 +34,8 @@ from elastic_trainer.agent.membership.messages import (
     wrap,
 )
 from elastic_trainer.agent.membership.notices import (
+    AskWorkers,
+    EpochAborted,
     Member,
     NodeLeaving,
     StopAsked,
@@ -48,6 +48,7 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.record.failures import Action, Failure, Kind
 from elastic_trainer.storage.typed import build
+from elastic_trainer.worker.heartbeat import Request
 
 text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)
 rank = st.integers(0, 2**31 - 1)
@@ -102,11 +103,13 @@ messages = st.one_of(
     st.builds(Renewed, beat=number),
     formed,
     st.builds(lambda epoch, held: epoch.since(held), formed, several),
-    st.builds(Abort, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)),
     st.builds(
-        Ask,
+        EpochAborted, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)
+    ),
+    st.builds(
+        AskWorkers,
         epoch=number,
-        request=st.integers(0, 255),
+        request=st.integers(0, 255).map(Request),
         signal=st.sampled_from([*signal.Signals.__members__]),
     ),
     st.builds(Stop, code=number, reason=text, serves=st.booleans()),
@@ -329,6 +332,15 @@ def test_noise_is_refused(payload):
         {"t": "Reject", "code": "93", "reason": ""},
         {"t": "Abort", "epoch": 1, "reason": "", "victims": [1]},
         {"t": "Abort", "epoch": 1, "reason": "", "victims": None},
+        {"t": "Ask", "epoch": 1, "request": -1},
+        {"t": "Ask", "epoch": 1, "request": 256},
+        {"t": "Ask", "epoch": 1, "request": True},
+        {"t": "Ask", "epoch": 1, "request": 1.0},
+        {"t": "Ask", "epoch": 1, "request": 1, "signal": "SIGNONE"},
+        {"t": "Ask", "epoch": 1, "request": 1, "signal": []},
+        {"t": "Ask", "epoch": 1, "request": 1, "more": 2},
+        {"t": "Ask", "epoch": 1},
+        {"t": "EpochAborted", "epoch": 1, "reason": "", "victims": []},
         {"t": "Ping", "member": 3},
         {"t": "Join", "member": {"agent_id": "a"}, "job": "j", "last_epoch": 0},
         {"t": "Elects"},
@@ -341,7 +353,8 @@ def test_noise_is_refused(payload):
     ],
 )
 def test_what_is_no_message_is_refused(raw):
-    with pytest.raises(ValueError, match=r"not a message|Vote|Welcome|Reject|Abort|Ping|Member"):
+    kinds = r"not a message|Vote|Welcome|Reject|Abort|Ask|Ping|Member"
+    with pytest.raises(ValueError, match=kinds):
         decode(json.dumps(raw).encode())
 
 

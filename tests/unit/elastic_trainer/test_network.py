@@ -272,9 +272,10 @@ def test_a_dialed_end_that_does_not_prove_itself_never_opens(owners, answer):
 
 
 @pytest.mark.process
-def test_who_is_slow_is_cut_off_and_the_others_are_served(owners):
+def test_who_is_slow_is_cut_off_and_the_others_are_served(owners, monkeypatch):
     one = owners()
-    one.endpoint.limiter._most, one.endpoint.limiter._patience_s = 20, 0.6
+    one.endpoint.limiter._most = 20
+    monkeypatch.setattr(wire, "PATIENCE_S", 0.6)
     strangers = [
         socket.create_connection(("127.0.0.1", one.endpoint.port), DEADLINE_S) for _ in range(60)
     ]
