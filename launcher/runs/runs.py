@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from elastic_trainer.storage.typed import parse_json
 from launcher.fleet.ledger import writer
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.installed import installed_version
-from launcher.record.files import LauncherLog
+from launcher.record.files import note_event
 from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
 from launcher.spec.errors import UserError, writing
 
@@ -321,6 +319,4 @@ def note_act(run_dir: Path, action: str, **fields: Any) -> None:
     Raises:
         OSError: the run directory cannot be written.
     """
-    # A file each: several people's clients must not append to one on NFS.
-    log = LauncherLog(run_dir, f"operator-{int(time.time())}-{os.getpid()}")
-    log.emit(ACTED, action=action, by=writer(), **fields)
+    note_event(run_dir, ACTED, action=action, by=writer(), **fields)

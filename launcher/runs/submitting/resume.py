@@ -36,13 +36,13 @@ from launcher.runs.runs import (
     note_submitted,
 )
 from launcher.runs.submitting.asking import Admission, ask_with_ledger
-from launcher.runs.submitting.cancelling import Canceller, puts_itself_back, save_time_s
+from launcher.runs.submitting.cancelling import Canceller, puts_itself_back
 from launcher.runs.submitting.environment import (
     ENVIRONMENT_JSON,
     changes,
     describe,
     load_environment,
-    record_environment,
+    note_environment,
 )
 from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
 from launcher.runs.submitting.freeze import upgrade as freeze_again
@@ -286,7 +286,7 @@ def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
         if known is not None and asked.image not in (None, known.image):
             found = describe(venv=known.prefix, image=asked.image)
             said += [f"environment: {change}" for change in changes(known, found)]
-            record_environment(run_dir, found)
+            note_environment(run_dir, found)
         yield said
     except BaseException:
         for path, former in before.items():
@@ -329,7 +329,7 @@ def _upgrade(run_dir: Path) -> list[str]:
     if environment is not None:
         found = describe(venv=environment.prefix, image=environment.image)
         if found.digest != environment.digest:
-            record_environment(run_dir, found)
+            note_environment(run_dir, found)
             changed += [f"environment: {change}" for change in changes(environment, found)]
     return changed
 
@@ -414,7 +414,7 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     with writing(str(run.path)):
         note_act(run.path, "restart", job=job.id)
     began = status.started
-    canceller = Canceller(run=run, backend=backend, say=say, wait_s=save_time_s(run.path))
+    canceller = Canceller(run, backend, say)
     if puts_itself_back(run.path):
         status = canceller.saved(job, began=began)
         saved_step = run_dirs.read_training(run.path).saved_step

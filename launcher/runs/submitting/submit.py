@@ -28,7 +28,7 @@ from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_forei
 from launcher.runs.fetching import fetch_running
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
-from launcher.runs.submitting.environment import Environment, describe, record_environment
+from launcher.runs.submitting.environment import Environment, describe, note_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
     freeze_code,
@@ -296,7 +296,7 @@ def _write_runs(
             frozen = frozen or freeze_code(top, prepared.code)
             use_code(run_dir, frozen)
         if prepared.environment is not None:
-            record_environment(run_dir, prepared.environment)
+            note_environment(run_dir, prepared.environment)
 
 
 def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment | None:
