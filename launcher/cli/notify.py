@@ -75,11 +75,6 @@ def notify(*, runs: Path, url_file: Path | None, form: str, kinds: tuple[str, ..
 
 
 def _address(file: Path | None) -> str:
-    """Return the webhook's address.
-
-    Raises:
-        UserError: HF697 it is not given.
-    """
     if file is None:
         if address := os.environ.get(_VARIABLE, "").strip():
             return address

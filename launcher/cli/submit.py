@@ -212,10 +212,7 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
     target = target_of(runs[0])
     backend = target_named(target).load_backend()
     _say_ignored(backend)
-    upgrade, all_nodes, force = how["upgrade"], how["all_nodes"], how["force"]
-    found = resume_runs(
-        runs, backend, sweep=True, upgrade=upgrade, all_nodes=all_nodes, force=force
-    )
+    found = resume_runs(runs, backend, sweep=True, **how)
     if as_json:
         print_json(
             {
@@ -224,7 +221,7 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
                 "runs": _rows(found.again),
                 "live": [str(run.path) for run in found.live],
                 "done": [str(run.path) for run in found.done],
-                "upgraded": found.upgraded if upgrade and found.job else None,
+                "upgraded": found.upgraded if how["upgrade"] and found.job else None,
                 "without": [each.to_json() for each in found.without],
                 "warnings": dicts(found.warnings),
             }
@@ -246,7 +243,6 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
 
 
 def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
-    """Say which nodes a submission does without, why, and how they come back."""
     for each in nodes:
         click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
     if nodes:
@@ -257,7 +253,6 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
 
 
 def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
-    """Print what would be submitted."""
     if as_json:
         print_json(
             {
@@ -282,7 +277,6 @@ def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
 
 
 def _watch(found: StoredRun, backend: Backend) -> int:
-    """Show a run's progress until it has ended."""
     console = Console(file=direct(sys.stderr))
     view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:

@@ -143,7 +143,6 @@ def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the whole lines of a file that begin at byte `start` or after it."""
     with _reading(Path(path)), open_regular(Path(path)) as file:
         if start:
             file.seek(start - 1)

@@ -226,7 +226,6 @@ class TrainingStatus:
             self.code, self.reason = code, str(reason or self.reason or self._exit_reason)
 
     def _take_nodes(self, event: Event) -> None:
-        """Learn which nodes are lost, and their machines."""
         fields = event.fields
         member = event.node if event.event == "agent.started" else fields.get("member")
         if isinstance(member, str) and isinstance(fields.get("host"), str):

@@ -196,9 +196,10 @@ def _growths(spans: Iterable[EpochSpan], failed: Iterable[RunFailure]) -> list[d
     for before, after in pairwise(spans):
         if before.epoch in ended_by_failure or len(after.members) <= len(before.members):
             continue
-        pause_s, first = None, after.first_done
-        if before.steps and first is not None:
-            pause_s = round(first.t - max(done.t for done in before.steps.values()), 3)
+        pause_s = None
+        if before.steps and after.steps:
+            last_t = max(done.t for done in before.steps.values())
+            pause_s = round(min(done.t for done in after.steps.values()) - last_t, 3)
         found.append(
             {
                 "epoch": after.epoch,

@@ -127,13 +127,13 @@ def pack(spec: JobSpec) -> Sent:
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
     """Add a file or link without its owner, so that equal files make equal archives."""
 
-    def nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    def without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = ""
         return entry
 
     try:
-        tar.add(path, name, recursive=False, filter=nobodys)
+        tar.add(path, name, recursive=False, filter=without_owner)
     except OSError as error:
         raise UserError(
             "HF641",

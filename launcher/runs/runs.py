@@ -257,12 +257,11 @@ def jobs_of(run: StoredRun) -> list[JobRef]:
     if run.submission is None:
         return [JobRef(id=JobId(""), run_dir=str(run.path))]
     first = run.submission.job
-    after = chain_after(run.path, first.id)
+    after = _chain_after(run.path, first.id)
     return [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
 
 
-def chain_after(run_dir: Path, job_id: str) -> list[str]:
-    """Return the ids of the jobs that follow `job_id` in a chain, in order."""
+def _chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
     for path in (run_dir / "attempts").glob("*/next"):
         try:
@@ -292,7 +291,7 @@ def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
     if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
         return None
     if known is not None:
-        ours = {known.job.id, *chain_after(run_dir, known.job.id)}
+        ours = {known.job.id, *_chain_after(run_dir, known.job.id)}
         if job in ours or t_unix < (known.job.submit_time or 0.0):
             return None
     own = (run_dir / AGENTS_SCRIPT).is_file()
@@ -314,7 +313,7 @@ ACTED: Final = "operator.acted"
 
 
 def note_act(run_dir: Path, action: str, **fields: Any) -> None:
-    """Put on record that whoever runs this process does `action`.
+    """Put on record that this process's user does `action`.
 
     Raises:
         OSError: the run directory cannot be written.

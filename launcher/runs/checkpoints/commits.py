@@ -31,15 +31,6 @@ from elastic_trainer.storage.files import beside, read_regular, write_new
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
-__all__ = [
-    "Commit",
-    "Reference",
-    "RetiredError",
-    "RunCheckpoints",
-    "check_checkpoint_dir",
-    "refuse_foreign",
-]
-
 _MAX_DIGITS = 18
 """A step has no more; a longer number is a name."""
 
@@ -308,11 +299,6 @@ def check_checkpoint_dir(config: TrainConfig) -> None:
 
 
 def _commits(run: Path) -> tuple[Commit, ...]:
-    """Return what counts now.
-
-    Raises:
-        UserError: HF302 the board cannot be read.
-    """
     board = run / "board"
     try:
         state = read_board(board, on_damage=_refuse, heal_s=0.0)

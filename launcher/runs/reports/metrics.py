@@ -33,12 +33,10 @@ GOODPUT_S: Final = 3600.0
 _MOST_BYTES: Final = 4 << 20
 """A run's list of agents: 16,384 take less than 1 MB."""
 FORGET_S: Final = 6 * 3600.0
-"""After its end a run's series stay so long: an alert has seen them."""
+"""How long the series of a run stay after its end, for alerts to see them."""
 
 
 class _Followed:
-    """One run: its record, what that adds up to, and its goodput."""
-
     def __init__(self, run: StoredRun) -> None:
         self.name, self.user = run.path.name, owner_of(run)
         self.metrics = RunMetrics()
@@ -52,12 +50,9 @@ class _Followed:
         for event in self._record.poll():
             self.metrics.add(event)
             self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
-        spent = gpu_time_since(
-            self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus
-        ).by_cause
-        total = sum(spent.values())
-        self.spent = spent
-        self.goodput = spent["productive"] / total if total else None
+        spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
+        self.spent, total = spent.by_cause, spent.allocated
+        self.goodput = self.spent["productive"] / total if total else None
 
 
 class RunsCollector:
@@ -121,10 +116,6 @@ class RunsCollector:
         registry = CollectorRegistry()
         registry.register(self)
         return registry
-
-
-def _state(each: _Followed) -> dict[str, float]:
-    return {name: float(each.metrics.state == name) for name in STATES}
 
 
 def _nodes(each: _Followed) -> dict[str, float]:

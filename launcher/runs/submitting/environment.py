@@ -164,7 +164,6 @@ def warn_if_changed(run_dir: Path) -> list[str]:
 
 
 def _python_of(prefix: Path, folders: list[Path]) -> str:
-    """Return the version of a prefix's interpreter, by its pyvenv.cfg or its folders."""
     if prefix == Path(sys.prefix):
         return platform.python_version()
     try:

@@ -195,7 +195,6 @@ def _answer(
 
 
 def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
-    """Return the machines that any of the runs has excluded since its last submission."""
     found: dict[str, ExcludedMachine] = {}
     for run in runs:
         submission = _submission(run)
@@ -261,7 +260,6 @@ def _asked_again(run: StoredRun, sets: Sequence[str]) -> _Resubmission:
 
 
 def _job_file(run_dir: Path) -> tuple[Path, Path]:
-    """Return the job file of a run, and what relative paths in it are relative to."""
     path = run_dir / JOB_FILE
     if path.is_file():
         first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -307,7 +305,6 @@ def _submission(run: StoredRun) -> Submission:
 
 
 def _check(run: StoredRun, backend: Backend) -> None:
-    """See that a run can resume."""
     run_dirs.check_run_dir(run.path)
     home = _home(run)
     bundle = _bundle(home)
@@ -356,7 +353,6 @@ def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Seque
 
 
 def _bundle(folder: Path) -> dict[str, str]:
-    """Return the files that were submitted."""
     return {
         path.name: path.read_text(encoding="utf-8", errors="replace")
         for path in folder.iterdir()

@@ -29,8 +29,7 @@ STEPS: Final = 10.0
 LONGEST: Final = 2.0
 """And after so many of the longest of the epoch: evaluations, saves of a script's own."""
 LEAST_BYTES: Final = 16 << 20
-"""With less room than this a disk is full: not even the record has place for long."""
-
+"""A disk with less room is full: even the record soon finds no place."""
 _ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED)
 
 

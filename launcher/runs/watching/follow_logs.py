@@ -134,7 +134,7 @@ class LogReader:
         """
         pieces: list[tuple[float, list[Line]]] = []
         for event in self._record.poll():
-            text = event_line(event) if self._selection.wants_event(event) else None
+            text = _event_line(event) if self._selection.wants_event(event) else None
             if text is not None:
                 said = Line(_label(event), f"-- {text}", event.t_unix)
                 if self._selection.wants_line(said, event.t_unix):
@@ -192,8 +192,7 @@ def _own_time(line: str) -> float | None:
         return None
 
 
-def event_line(event: Event) -> str | None:
-    """Return what a log says about `event`; None: nothing."""
+def _event_line(event: Event) -> str | None:
     fields = event.fields
     match event.event:
         case "step.completed" | "script.progress":
