@@ -293,12 +293,8 @@ def run_converter(
 ) -> dict[str, Any]:
     """Run `elastic_trainer.state.convert` and return its result.
 
-    An interrupt reaches the child too; it leaves nothing half done.
-
-    Args:
-        what: `export` or `import`.
-        request: the child's arguments.
-        on_progress: called with bytes done and bytes in all.
+    `what` is `export` or `import`; `on_progress` is called with bytes done and bytes in all. An
+    interrupt reaches the child too; it leaves nothing half done.
 
     Raises:
         UserError: HF632 torch or safetensors is missing; what the child said of the input.

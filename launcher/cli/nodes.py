@@ -8,21 +8,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
 from launcher.fleet import nodes as ops
 from launcher.fleet.ledger import fleet_at
+from launcher.platforms.base import Machine
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.targets import target_named
+from launcher.record.fleet import Entry
 from launcher.spec.errors import PlatformError, UserError
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Machine
-    from launcher.record.fleet import Entry
-
 
 NODES_EPILOG = """\b
 Examples:

@@ -98,11 +98,9 @@ MOST_WAITING: Final = 1000
 
 
 class RunFollower:
-    """Reads the runs of a folder; what happened before its first look is told to nobody.
+    """Reads the runs of a folder and of the users' folders in it, for notices of these kinds.
 
-    Args:
-        folder: of runs, or of users' folders of them.
-        kinds: of notices that are wanted.
+    What happened before its first look is told to nobody.
     """
 
     def __init__(self, folder: Path, kinds: Collection[str]) -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from rich.console import Console
@@ -30,23 +30,18 @@ from launcher.cli.common import (
     target_option,
 )
 from launcher.cli.terminal import direct, for_programs
-from launcher.platforms.base import JobState
+from launcher.platforms.base import Backend, JobState
+from launcher.platforms.sites import Site
 from launcher.platforms.targets import target_named
 from launcher.record.event import named
-from launcher.runs.runs import find_sweep, runs_of_sweep
+from launcher.record.failures import ExcludedMachine
+from launcher.runs.runs import StoredRun, find_sweep, runs_of_sweep
 from launcher.runs.submitting import submit as ops
 from launcher.runs.submitting.resume import resume as resume_runs
 from launcher.runs.watching.run_status import target_of
 from launcher.runs.watching.screen import LiveView, PlainView
 from launcher.runs.watching.watch import Watch
 from launcher.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Backend
-    from launcher.platforms.sites import Site
-    from launcher.record.failures import ExcludedMachine
-    from launcher.runs.runs import StoredRun
-    from launcher.runs.submitting.submit import PreparedSubmission, Submitted
 
 EPILOG = """\b
 Examples:
@@ -160,7 +155,7 @@ def submit(  # noqa: PLR0917  click passes options by name
 
 
 def _show_submitted(
-    prepared: PreparedSubmission, done: Submitted, *, watch: bool, as_json: bool
+    prepared: ops.PreparedSubmission, done: ops.Submitted, *, watch: bool, as_json: bool
 ) -> None:
     target, run_dir, job_id = prepared.target, prepared.run_dir, done.job.id
     if as_json:
@@ -205,7 +200,7 @@ def _resume(
     return _watch(run.submitted, run.backend) if watch and done.job is not None else EXIT_DONE
 
 
-def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> None:
+def _resume_sweep(folder: Path, how: Mapping[str, Any], *, as_json: bool) -> None:
     runs = runs_of_sweep(folder)
     if not runs:
         raise UserError("HF613", f"{folder} has none of its runs any more; submit them again")
@@ -252,7 +247,7 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
         )
 
 
-def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
+def _show(prepared: ops.PreparedSubmission, *, as_json: bool) -> int:
     if as_json:
         print_json(
             {

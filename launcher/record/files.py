@@ -37,11 +37,8 @@ _T_UNIX: Final = attrgetter("t_unix")
 class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
-    A last line without its newline is left for a later poll.
-
-    Args:
-        run_dir: the run.
-        newest: read the ends of its files only, and keep no more than the newest MOST_EVENTS.
+    A last line without its newline is left for a later poll. With `newest` only the ends of its
+    files are read, and no more than the newest MOST_EVENTS kept.
     """
 
     def __init__(self, run_dir: Path, *, newest: bool = False) -> None:

@@ -27,12 +27,7 @@ _NOT_LOST: Final = ("agent.started", "member.joined", "member.evicted", "member.
 
 
 class TrainingStatus:
-    """The newest state of a run, from its events: the whole record, or its end.
-
-    Args:
-        config: the run's job.json.
-        events: in order of time; `apply` takes what comes later.
-    """
+    """The newest state of a run, from its events in order of time: the whole record, or its end."""
 
     def __init__(self, config: TrainConfig, events: Iterable[Event] = ()) -> None:
         self.config = config

@@ -146,11 +146,7 @@ def submit_times(run_dir: Path) -> list[float]:
 
 
 def find_run(name: str, folder: Path) -> StoredRun:
-    """Return the run that `name` means: a path, a name under `folder`, or a job's id.
-
-    Args:
-        name: as the user wrote it; the beginning of a name is enough where only one has it.
-        folder: of runs, `./runs`.
+    """Return the run that `name` means: a path, a name in `folder` or its beginning, or a job's id.
 
     Raises:
         UserError: HF613 no run has this name; HF651 several have.

@@ -158,9 +158,7 @@ class RunCheckpoints:
     def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
         """Read every byte that a restore reads of `commit`; return what is wrong, a line each.
 
-        Args:
-            commit: what `choose` returned.
-            on_read: called with the number of bytes just read; they add up to `size_bytes`.
+        `on_read` is called with the number of bytes just read; they add up to `size_bytes`.
 
         Raises:
             RetiredError: the run has retired it meanwhile.

@@ -56,12 +56,7 @@ class _Followed:
 
 
 class RunsCollector:
-    """Reads the records of a folder's runs; a collector of prometheus-client.
-
-    Args:
-        folder: of runs, or of users' folders of them.
-        wall: the clock.
-    """
+    """A collector of prometheus-client: reads the runs of a folder and of users' folders in it."""
 
     def __init__(self, folder: Path, *, wall: Callable[[], float] = time.time) -> None:
         self._folder, self._wall = folder, wall

@@ -43,12 +43,8 @@ def ask(
 ) -> tuple[Problem, ...]:
     """Ask the platform about a bundle that is to be submitted; return warnings.
 
-    Args:
-        backend: the platform's.
-        files: the bundle.
-        spec: whose lines are named; None: a run resumes.
-        without: more nodes that the job does not use.
-        force: return errors as warnings.
+    Problems name the lines of `spec`, if given. The job does not use the nodes `without`. With
+    `force` errors are warnings.
 
     Raises:
         UserError: everything that keeps the bundle from ever running there.
@@ -81,17 +77,9 @@ def ask_with_ledger(
 ) -> Admission:
     """Ask as `ask` does, for a job that is kept off bad machines.
 
-    Where too few would be left, only operators' exclusions count, and there is a warning.
-
-    Args:
-        backend: the platform's.
-        files: the bundle.
-        spec: see `ask`.
-        ledger: the fleet's; None: every machine may be used.
-        needed: machines of the job.
-        excluded: by the run itself.
-        force: see `ask`.
-        wall: the clock.
+    Bad are the machines that the run itself has `excluded` and those of the `ledger`; without a
+    ledger all others may be used. Where fewer than `needed` would be left, only operators'
+    exclusions count, and there is a warning.
 
     Raises:
         UserError: as `ask`.

@@ -100,9 +100,7 @@ class Canceller:
     def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
         """Ask for a save; wait until the job has ended or was put back, or its time is over.
 
-        Args:
-            job: which.
-            began: its start, as far as the caller knows; a later one is another start.
+        `began` is its start as far as the caller knows; a later one is another start.
         """
         wait_s = _save_time_s(self.run.path) + _ENDING_S
         self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")

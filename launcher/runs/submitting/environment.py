@@ -52,9 +52,8 @@ class Environment:
 def describe(*, venv: str | Path | None, image: str | None) -> Environment:
     """Return what a job with this section `env:` runs in.
 
-    Args:
-        venv: a prefix of a Python; None: the launcher's own, or without one in an image.
-        image: a file, or a name with or without a digest.
+    Without `venv` it is the launcher's own Python, or with an image that of the image. `image` is a
+    file, or a name with or without a digest.
 
     Raises:
         UserError: HF201 the environment is not there; HF202 it cannot be read.

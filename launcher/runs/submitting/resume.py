@@ -381,12 +381,8 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     """Have a run save and start again.
 
     Where the batch script puts its own job back into the queue after a save (`slurm.restart:
-    requeue`), it does so. Elsewhere the job is cancelled with a save and submitted again.
-
-    Args:
-        run: which; it must be running.
-        backend: its platform's.
-        say: shows progress, a line each.
+    requeue`), it does so. Elsewhere the job is cancelled with a save and submitted again. `say`
+    shows progress, a line each.
 
     Raises:
         UserError: HF662 it does not run, or is suspended; HF653 it was never submitted.

@@ -167,11 +167,7 @@ def submit(
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 
-    Args:
-        prepared: what is submitted.
-        backend: the platform's.
-        all_nodes: use machines too that the fleet's ledger holds for bad.
-        force: see `ask`.
+    With `all_nodes` the fleet's ledger is not asked; for `force` see `ask`.
 
     Raises:
         UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;

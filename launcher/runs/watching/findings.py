@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -46,7 +46,7 @@ class FindingKind(enum.StrEnum):
     SAVES_FAIL = "saves_fail"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong."""
 
@@ -98,32 +98,29 @@ def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
     saves = None if facts.training is None else _saves(facts.training, now_unix)
     if state is not JobState.RUNNING:
         return [saves] if saves is not None and state in _ENDED_EARLY else []
-    lost, there = _nodes(facts)
-    suspended = away = batch_host = None
-    if facts.platform.suspended:
+    found = [*_of_running(facts, now_unix), saves]
+    return [finding for finding in found if finding is not None]
+
+
+def _of_running(facts: RunFacts, now_unix: float) -> Iterator[Finding | None]:
+    platform, (lost, there) = facts.platform, _nodes(facts)
+    if platform.suspended:
         text = "it is suspended: its processes are stopped where they are"
-        fix = facts.platform.words
-        suspended = Finding(kind=FindingKind.SUSPENDED, text=text, how_to_fix=fix)
+        yield Finding(FindingKind.SUSPENDED, text, platform.words)
+    yield _broke(facts)
     if facts.problem:
         text = f"its record cannot be read now, so its progress is unknown: {facts.problem}"
-        away = Finding(kind=FindingKind.RECORD_AWAY, text=text)
-    if facts.platform.batch_host in lost:
+        yield Finding(FindingKind.RECORD_AWAY, text)
+    elif not platform.suspended:
+        yield _silence(facts, now_unix)
+    if platform.batch_host in lost:
         text = (
-            f"the batch host {facts.platform.batch_host} is lost, and the batch script with it: "
+            f"the batch host {platform.batch_host} is lost, and the batch script with it: "
             "the remaining nodes save before the time limit and requeue the job"
         )
-        batch_host = Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
-    found = [
-        suspended,
-        _broke(facts),
-        away,
-        None if suspended or away else _silence(facts, now_unix),
-        batch_host,
-        _lost(facts, lost, there),
-        _full(facts.disks),
-        saves,
-    ]
-    return [finding for finding in found if finding is not None]
+        yield Finding(FindingKind.BATCH_HOST_LOST, text)
+    yield _lost(facts, lost, there)
+    yield _full(facts.disks)
 
 
 def _broke(facts: RunFacts) -> Finding | None:
@@ -134,7 +131,7 @@ def _broke(facts: RunFacts) -> Finding | None:
         return None
     reason = platform.reason if platform.reason not in platform.words else ""
     text = f"{platform.words} ({reason})" if reason else platform.words
-    return Finding(kind=FindingKind.NODE_BROKE, text=text)
+    return Finding(FindingKind.NODE_BROKE, text)
 
 
 # --- silence ---------------------------------------------------------------------------------
@@ -149,8 +146,7 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
         if started is None or now_unix - started <= elastic.start_ceiling_s:
             return None
         text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
-        fix = "see the job's own output"
-        return Finding(kind=FindingKind.NO_PROGRESS, text=text, how_to_fix=fix)
+        return Finding(FindingKind.NO_PROGRESS, text, "see the job's own output")
     if training.parked is not None or training.code is not None:
         return None
     if training.state == "training":
@@ -163,11 +159,8 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
             limit_s = BEHIND_S + training.delay_s
     if now_unix - since <= limit_s:
         return None
-    return Finding(
-        kind=FindingKind.NO_PROGRESS,
-        text=what.format(span(now_unix - since)),
-        how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
-    )
+    fix = f"`holdfast stacks {facts.run}` shows what each worker does"
+    return Finding(FindingKind.NO_PROGRESS, what.format(span(now_unix - since)), fix)
 
 
 def _step_due(
@@ -221,7 +214,7 @@ def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding
             "a node that comes back cannot rejoin this job; a requeue restores it: "
             f"holdfast restart {facts.run}"
         )
-    return Finding(kind=FindingKind.NODES_LOST, text=text, how_to_fix=how_to_fix)
+    return Finding(FindingKind.NODES_LOST, text, how_to_fix)
 
 
 # --- storage ---------------------------------------------------------------------------------
@@ -234,11 +227,8 @@ def _full(disks: Iterable[DiskSpace]) -> Finding | None:
     left = min(disk.free_bytes for disk in full)
     what = f"{left / 2**20:.1f} MiB are left" if left < LEAST_BYTES else "no file can be added"
     paths = " and ".join(dict.fromkeys(disk.path for disk in full))
-    return Finding(
-        kind=FindingKind.DISK_FULL,
-        text=f"the disk of {paths} is full ({what}): saves and the record of the run fail there",
-        how_to_fix="free some space; the next save tries again",
-    )
+    text = f"the disk of {paths} is full ({what}): saves and the record of the run fail there"
+    return Finding(FindingKind.DISK_FULL, text, "free some space; the next save tries again")
 
 
 def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
@@ -251,10 +241,8 @@ def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
         newest = f"the newest checkpoint is of step {good.step}, {span(now_unix - good.t_unix)} old"
     reason = str(failed[-1].fields.get("reason") or "no reason was written")
     how_often = "" if len(failed) == 1 else f" {times(len(failed))} in a row"
-    return Finding(
-        kind=FindingKind.SAVES_FAIL,
-        text=f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}",
-    )
+    text = f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}"
+    return Finding(FindingKind.SAVES_FAIL, text)
 
 
 # -- Names and times for people -------------------------------------------------------------------
