@@ -132,11 +132,8 @@ class RunFollower:
 class Webhook:
     """Posts notices, in order, each until it is taken or refused for good.
 
-    Args:
-        url: a secret: it is in no message.
-        slack: the body is Slack's, else all fields as JSON.
-        say: shows what could not be posted.
-        try_s: how long a notice is tried before `post` gives up for now.
+    Its `url` is a secret: it is in no message. The body is Slack's, or all fields as JSON. `say`
+    shows what could not be posted; `post` gives up for now after trying a notice for `try_s`.
     """
 
     def __init__(

@@ -52,11 +52,8 @@ class Tracker(Protocol):
 def open_tracker(name: str, run_dir: Path, run_id: str, step: int) -> Tracker:
     """Return a run in the tracker `name`, the same one in every attempt.
 
-    Args:
-        name: one of elastic_trainer.plan.config.TRACKERS.
-        run_dir: for files of trackers.
-        run_id: name in the tracker.
-        step: the newest step that is known to be written.
+    `name` is one of elastic_trainer.plan.config.TRACKERS; `step` is the newest step that is known
+    to be written.
 
     Raises:
         UserError: HF632 its package is not here.

@@ -97,14 +97,10 @@ def resume(
 ) -> Resumed:
     """Submit runs again: they resume from their newest checkpoints.
 
-    Args:
-        runs: one, or all tasks of a sweep, which are submitted as one array.
-        backend: their platform's.
-        sweep: leave live runs alone; else they are refused.
-        upgrade: freeze the working directory again, for each run.
-        all_nodes: use excluded nodes too.
-        force: see `ask`.
-        sets: what one run asks of its platform from now on, as `kubernetes.image=…`.
+    `runs` is one, or with `sweep` all tasks of a sweep, which are submitted as one array and of
+    which live ones are left alone. `upgrade` freezes the working directory again for each;
+    `all_nodes` uses excluded nodes too; `sets` is what one run asks of its platform from now on, as
+    `kubernetes.image=…`; for `force` see `ask`.
 
     Raises:
         UserError: HF615 a job is live; HF653 a run was never submitted; HF655 `sets` change more;

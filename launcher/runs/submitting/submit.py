@@ -336,9 +336,8 @@ def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
 
-    Args:
-        texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
-            Empty: one task, which has no values.
+    `texts` are arguments of `--sweep`; commas within brackets, braces or quotes do not separate.
+    Without any there is one task, which has no values.
 
     Raises:
         UserError: HF654 one of another form, a key twice, or too many tasks.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -73,61 +73,67 @@ class DiskSpace:
     """Whether it takes another file: inodes run out too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What is known of a run."""
-
-    run: str
-    """As the user calls it, for commands that fix something."""
-    platform: JobStatus
-    training: TrainingStatus | None
-    problem: str = ""
-    """Why what the run has written cannot be read, or is not the newest; empty: it can."""
-    disks: tuple[DiskSpace, ...] = ()
-    """Of the run's directory and its checkpoints, where this machine sees them."""
-    nodes_return: bool = True
-    """A node that the platform holds for lost can take part again in the same job."""
-
-
-def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
+def findings(
+    run: str,
+    platform: JobStatus,
+    training: TrainingStatus | None,
+    *,
+    problem: str = "",
+    disks: Iterable[DiskSpace] = (),
+    nodes_return: bool = True,
+    now_unix: float,
+) -> list[Finding]:
     """Return what is wrong, the gravest first.
 
     After an early end only failed saves are told, after others nothing.
+
+    Args:
+        run: as the user calls it, for commands that fix something.
+        platform: what the platform says of the job.
+        training: what the record says; None: it cannot be read.
+        problem: why what the run has written cannot be read, or is not the newest; empty: it can.
+        disks: of the run's directory and its checkpoints, where this machine sees them.
+        nodes_return: a node that the platform holds for lost can take part again in the same job.
+        now_unix: the time.
     """
-    state = facts.platform.state
-    saves = None if facts.training is None else _saves(facts.training, now_unix)
-    if state is not JobState.RUNNING:
-        return [saves] if saves is not None and state in _ENDED_EARLY else []
-    found = [*_of_running(facts, now_unix), saves]
-    return [finding for finding in found if finding is not None]
-
-
-def _of_running(facts: RunFacts, now_unix: float) -> Iterator[Finding | None]:
-    platform, (lost, there) = facts.platform, _nodes(facts)
+    saves = None if training is None else _saves(training, now_unix)
+    if platform.state is not JobState.RUNNING:
+        return [saves] if saves is not None and platform.state in _ENDED_EARLY else []
+    found: list[Finding | None] = []
     if platform.suspended:
         text = "it is suspended: its processes are stopped where they are"
-        yield Finding(FindingKind.SUSPENDED, text, platform.words)
-    yield _broke(facts)
-    if facts.problem:
-        text = f"its record cannot be read now, so its progress is unknown: {facts.problem}"
-        yield Finding(FindingKind.RECORD_AWAY, text)
-    elif not platform.suspended:
-        yield _silence(facts, now_unix)
+        found.append(Finding(FindingKind.SUSPENDED, text, platform.words))
+    found.append(_broke(platform, training))
+    if problem:
+        text = f"its record cannot be read now, so its progress is unknown: {problem}"
+        found.append(Finding(FindingKind.RECORD_AWAY, text))
+    elif training is not None and not platform.suspended:
+        found.append(_silence(run, platform.started, training, now_unix))
+    lost, there = _nodes(platform, training)
     if platform.batch_host in lost:
         text = (
             f"the batch host {platform.batch_host} is lost, and the batch script with it: "
             "the remaining nodes save before the time limit and requeue the job"
         )
-        yield Finding(FindingKind.BATCH_HOST_LOST, text)
-    yield _lost(facts, lost, there)
-    yield _full(facts.disks)
+        found.append(Finding(FindingKind.BATCH_HOST_LOST, text))
+    if lost:
+        fix = ""
+        if platform.nodes_lost and not nodes_return:
+            fix = (
+                "a node that comes back cannot rejoin this job; a requeue restores it: "
+                f"holdfast restart {run}"
+            )
+        verb = "is" if len(lost) == 1 else "are"
+        text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
+        found.append(Finding(FindingKind.NODES_LOST, text, fix))
+    found += [_full(disks), saves]
+    return [finding for finding in found if finding is not None]
 
 
-def _broke(facts: RunFacts) -> Finding | None:
+def _broke(platform: JobStatus, training: TrainingStatus | None) -> Finding | None:
     """Return how the platform ended a node, or cannot start it; survived once a step follows."""
-    broke, platform = facts.platform.broke, facts.platform
-    steps = [] if facts.training is None else facts.training.steps
-    if broke is None or (steps and steps[-1].t > broke):
+    steps = [] if training is None else training.steps
+    if platform.broke is None or (steps and steps[-1].t > platform.broke):
         return None
     reason = platform.reason if platform.reason not in platform.words else ""
     text = f"{platform.words} ({reason})" if reason else platform.words
@@ -137,10 +143,9 @@ def _broke(facts: RunFacts) -> Finding | None:
 # --- silence ---------------------------------------------------------------------------------
 
 
-def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
-    training, started = facts.training, facts.platform.started
-    if training is None:
-        return None
+def _silence(
+    run: str, started: float | None, training: TrainingStatus, now_unix: float
+) -> Finding | None:
     since, elastic = training.last_unix, training.config.elastic
     if since is None or (started is not None and since < started - BEHIND_S):
         if started is None or now_unix - started <= elastic.start_ceiling_s:
@@ -159,7 +164,7 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
             limit_s = BEHIND_S + training.delay_s
     if now_unix - since <= limit_s:
         return None
-    fix = f"`holdfast stacks {facts.run}` shows what each worker does"
+    fix = f"`holdfast stacks {run}` shows what each worker does"
     return Finding(FindingKind.NO_PROGRESS, what.format(span(now_unix - since)), fix)
 
 
@@ -184,12 +189,11 @@ def _step_due(
 # --- nodes -----------------------------------------------------------------------------------
 
 
-def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
+def _nodes(platform: JobStatus, training: TrainingStatus | None) -> tuple[list[str], list[str]]:
     """Return the lost nodes, by the platform or the run's record, and the others.
 
     Their names are the run's; the platform may name the machine (on Kubernetes).
     """
-    training, platform = facts.training, facts.platform
     known: list[str] = []
     lost: list[str] = []
     hosts: dict[str, str] = {}
@@ -201,20 +205,6 @@ def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
     named = {*lost, *(hosts.get(name, name) for name in lost)}
     lost += [name for name in platform.nodes_lost if name not in named]
     return lost, [name for name in known or platform.nodes if name not in lost]
-
-
-def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
-    if not lost:
-        return None
-    verb = "is" if len(lost) == 1 else "are"
-    text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
-    how_to_fix = ""
-    if facts.platform.nodes_lost and not facts.nodes_return:
-        how_to_fix = (
-            "a node that comes back cannot rejoin this job; a requeue restores it: "
-            f"holdfast restart {facts.run}"
-        )
-    return Finding(FindingKind.NODES_LOST, text, how_to_fix)
 
 
 # --- storage ---------------------------------------------------------------------------------

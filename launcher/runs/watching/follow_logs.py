@@ -102,10 +102,7 @@ class _File:
 class LogReader:
     """Returns what is new in the logs and the record of a run.
 
-    Args:
-        run_dir: the run.
-        selection: which logs and lines.
-        output_files: returns the files with the platform's own output of the job.
+    `output_files` returns the files with the platform's own output of the job.
     """
 
     def __init__(
