@@ -163,7 +163,7 @@ class RunCheckpoints:
         Raises:
             RetiredError: the run has retired it meanwhile.
         """
-        wrong = list(self._damage(commit, on_read))
+        wrong = self._damage(commit, on_read)
         if wrong and commit in self.commits and commit not in _commits(self.run):
             raise RetiredError
         return wrong

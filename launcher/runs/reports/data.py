@@ -34,18 +34,17 @@ class ReportData:
     title: str
     summary: Mapping[str, Any]
     loss: Curve
-    validation: Curve = ()
+    validation: Curve
     """The last of each step."""
-    redone: Sequence[Curve] = ()
+    redone: Sequence[Curve]
     """Steps that were done but did not count, one curve per epoch."""
-    progress: Sequence[tuple[float, int]] = ()
+    progress: Sequence[tuple[float, int]]
     """(seconds since the run's start, step), in order of time, redone ones included."""
-    speed: Mapping[str, Curve] = field(default_factory=dict)
+    speed: Mapping[str, Curve]
     """What is drawn below the loss: label of the axis -> (step, value)."""
-    spent: GpuTime | None = None
-    """GPU-time by cause."""
-    attempts: Sequence[AttemptTime] = ()
-    extra: Mapping[str, Curve] = field(default_factory=dict)
+    spent: GpuTime
+    attempts: Sequence[AttemptTime]
+    extra: Mapping[str, Curve]
     """Curves of other runs to compare with: label -> curve."""
     compared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Summaries of other runs to compare with: label -> summary."""

@@ -120,7 +120,7 @@ def _compared(data: ReportData) -> list[Table]:
 
 def _spent(data: ReportData) -> list[Table]:
     tables: list[Table] = []
-    if data.spent is not None and data.spent.allocated:
+    if data.spent.allocated:
         hours = data.spent.to_json()
         rows = [
             (cause, f"{hours[cause]:,.3g}", f"{seconds / data.spent.allocated:.1%}")
