@@ -283,14 +283,18 @@ class Run:
         """
         from launcher.runs.fetching import fetched
         from launcher.runs.runs import current_job
-        from launcher.runs.watching.follow_logs import LineFilter, LogReader, Selection
+        from launcher.runs.watching.follow_logs import LogReader, Selection
         from launcher.runs.watching.watch import Watch
 
+        selection = Selection(
+            ranks=frozenset(ranks or ()),
+            nodes=frozenset(nodes),
+            every_rank=ranks is None,
+            since_unix=since_unix,
+            pattern=pattern,
+        )
         reader = LogReader(
-            self.path,
-            Selection(frozenset(ranks or ()), frozenset(nodes), every_rank=ranks is None),
-            lambda: self.backend.output_files(current_job(self.submitted)),
-            LineFilter(since_unix=since_unix, pattern=pattern),
+            self.path, selection, lambda: self.backend.output_files(current_job(self.submitted))
         )
         if follow:
             watch = Watch(run=self.submitted, backend=self.backend, say=say or _nothing)
@@ -311,11 +315,9 @@ class Run:
         Raises:
             UserError: HF612 the run directory cannot be written.
         """
-        from launcher.runs.submitting.cancelling import Canceller, save_time_s
+        from launcher.runs.submitting.cancelling import Canceller
 
-        say, wait_s = say or _nothing, save_time_s(self.path)
-        canceller = Canceller(run=self.submitted, backend=self.backend, say=say, wait_s=wait_s)
-        return canceller.cancel(save=save)
+        return Canceller(self.submitted, self.backend, say or _nothing).cancel(save=save)
 
     def resume(
         self,

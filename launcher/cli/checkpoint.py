@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from elastic_trainer.board.state import Commit
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.models import raw_of
 from elastic_trainer.plan.quantities import sized
@@ -36,7 +37,7 @@ from launcher.cli.common import (
 )
 from launcher.cli.terminal import direct, print_table, wide_console
 from launcher.platforms.installed import need
-from launcher.runs.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
+from launcher.runs.checkpoints.commits import Reference, RetiredError, RunCheckpoints
 from launcher.spec.codes import CODES
 from launcher.spec.errors import PermanentError, UserError
 
@@ -148,7 +149,7 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
     wanted = Reference.parse(reference)
     found = RunCheckpoints.of(wanted.run)
     commit = found.choose(wanted.step)
-    result = _convert("export", export_request(found, commit, output, dtype))
+    result = _convert("export", _export_request(found, commit, output, dtype))
     if as_json:
         print_json({"step": commit.step, "dir": str(output), **result})
     else:
@@ -258,12 +259,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> dict[str, Any]:
-    """Return what the converter is asked to export `commit` to the folder `out`.
-
-    Raises:
-        UserError: HF631 its manifest is damaged; HF613 its model is unknown.
-    """
+def _export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> dict[str, Any]:
     config = found.config
     shape = found.manifest(commit).model or (config.model if config else None)
     if shape is None:
@@ -297,12 +293,8 @@ def run_converter(
 ) -> dict[str, Any]:
     """Run `elastic_trainer.state.convert` and return its result.
 
-    An interrupt reaches the child too; it leaves nothing half done.
-
-    Args:
-        what: `export` or `import`.
-        request: the child's arguments.
-        on_progress: called with bytes done and bytes in all.
+    `what` is `export` or `import`; `on_progress` is called with bytes done and bytes in all. An
+    interrupt reaches the child too; it leaves nothing half done.
 
     Raises:
         UserError: HF632 torch or safetensors is missing; what the child said of the input.

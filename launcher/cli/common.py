@@ -78,21 +78,20 @@ def site_option(function: _Function) -> _Function:
     On a site that is reached over SSH the command runs there, and `function` is not called.
     """
     text = "The cluster, of sites.yaml: its defaults count where JOB says nothing."
-    return _with_site(function, function, text)
+    return _with_site(function, text, takes_site=True)
 
 
-def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Function:
-    """Add `--site` to `function`; `here` does what it does, and takes the site too."""
-
+def _with_site(function: _Function, text: str, *, takes_site: bool) -> _Function:
     @functools.wraps(function)
-    def here_or_there(**given: Any) -> Any:
-        if given["site"] is not None:
+    def here_or_there(*, site: str | None, **given: Any) -> Any:
+        found = None
+        if site is not None:
             from launcher.platforms.sites import find_site
 
-            site = given["site"] = find_site(given["site"])
-            if site.ssh is not None:
-                return _there(site, click.get_current_context(), given)
-        return here(**given)
+            found = find_site(site)
+            if found.ssh is not None:
+                return _there(found, click.get_current_context(), given)
+        return function(**given, site=found) if takes_site else function(**given)
 
     return click.option("--site", metavar="NAME", help=text)(_reporting(here_or_there))
 
@@ -191,15 +190,11 @@ def _run_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 
 def runs_option(function: _Function) -> _Function:
     """Add `--runs DIR`, where runs are looked for, and `--site NAME`, where the command runs."""
-
-    def here(*, site: Site | None, **given: Any) -> Any:
-        del site  # it is here
-        return function(**given)
-
     option = path_option(
         "--runs", default=Path("runs"), show_default="./runs", help="Folder of the runs."
     )
-    return option(_with_site(function, here, "Run it on this cluster, of sites.yaml."))
+    text = "Run it on this cluster, of sites.yaml."
+    return option(_with_site(function, text, takes_site=False))
 
 
 @contextmanager

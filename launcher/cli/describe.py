@@ -20,13 +20,29 @@ from launcher.runs.submitting.freeze import load_frozen
 from launcher.runs.watching.run_status import RunStatus, detail_lines, run_statuses, target_of
 from launcher.spec.errors import PlatformError, UserError
 
+Sections = dict[str, dict[str, Any] | list[str]]
+"""Title -> what is known of that."""
+
 
 @click.command("describe", epilog="Example: holdfast describe runs/tiny-20260101-120000")
 @run_argument
 @json_option
 def describe(*, run: str, runs: Path, as_json: bool) -> None:
     """Show all that is known about RUN: job, code, attempts, and what the platform keeps."""
-    sections = describe_run(find_run(run, runs), now_unix=time.time())
+    found = find_run(run, runs)
+    target = target_of(found)
+    backend = target_named(target).load_backend()
+    [status] = run_statuses([found], {target: backend})
+    every: Sections = {
+        "run": {"directory": str(found.path), **dict(detail_lines(status, time.time()))},
+        "job": _job(found.path),
+        "submission": _submission(found),
+        "code": _code(found.path),
+        "attempts": _attempts(found.path),
+        "operators": _operators(found.path),
+        **_platform(status, backend),
+    }
+    sections = {title: rows for title, rows in every.items() if rows}
     if as_json:
         print_json(sections)
         return
@@ -35,30 +51,6 @@ def describe(*, run: str, runs: Path, as_json: bool) -> None:
         pairs = rows.items() if isinstance(rows, dict) else [("", row) for row in rows]
         for key, value in pairs:
             click.echo(f"  {key + ': ' if key else ''}{value}")
-
-
-Sections = dict[str, dict[str, Any] | list[str]]
-
-
-def describe_run(run: StoredRun, *, now_unix: float) -> Sections:
-    """Return titles and what is known under each; empty sections are left out.
-
-    Raises:
-        UserError: HF613 its job.json cannot be read.
-    """
-    target = target_of(run)
-    backend = target_named(target).load_backend()
-    [status] = run_statuses([run], {target: backend})
-    sections: Sections = {
-        "run": {"directory": str(run.path), **dict(detail_lines(status, now_unix))},
-        "job": _job(run.path),
-        "submission": _submission(run),
-        "code": _code(run.path),
-        "attempts": _attempts(run.path),
-        "operators": _operators(run.path),
-        **_platform(status, backend),
-    }
-    return {title: rows for title, rows in sections.items() if rows}
 
 
 def _job(run_dir: Path) -> dict[str, Any]:
@@ -104,7 +96,6 @@ def _code(run_dir: Path) -> dict[str, Any]:
 
 
 def _attempts(run_dir: Path) -> list[str]:
-    """Return a line for each start of the batch script."""
     found = []
     for folder in (run_dir / "attempts").glob("*"):
         begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
@@ -119,7 +110,6 @@ def _attempts(run_dir: Path) -> list[str]:
 
 
 def _operators(run_dir: Path) -> list[str]:
-    """Return a line for each thing that somebody has had done to the run."""
     lines = []
     for act in events_named(run_dir, [ACTED]):
         saves = ", saved first" if act.fields.get("saves") else ""

@@ -80,7 +80,6 @@ def cli_reference() -> str:
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
-    """Yield the lines of one command."""
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {name}\n"
@@ -95,11 +94,6 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
     if isinstance(command, click.Group) and command is not cli:
         for sub, child in command.commands.items():
             yield from _command(f"{name} {sub}", child)
-
-
-def runbook_pages() -> dict[str, str]:
-    """Return the texts of docs/runbooks, by file name."""
-    return {"README.md": index(), **{f"{name}.md": page(name) for name in titles()}}
 
 
 def error_reference() -> str:
@@ -206,7 +200,6 @@ def job_file_reference() -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """Return a field's default as a job file has it."""
     if field.is_required():
         return "required"
     if field.validate_default or field.alias:  # a section with its own defaults
@@ -223,8 +216,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["runbooks"]:
         folder = Path(sys.argv[2])
         folder.mkdir(exist_ok=True)
-        for name, text in runbook_pages().items():
-            (folder / name).write_text(text, encoding="utf-8")
+        for name, text in {"README": index(), **{name: page(name) for name in titles()}}.items():
+            (folder / f"{name}.md").write_text(text, encoding="utf-8")
         sys.exit()
     texts = {"errors": error_reference, "resume": resume_reference, "job-file": job_file_reference}
     sys.stdout.write(texts.get("".join(sys.argv[1:]), cli_reference)())

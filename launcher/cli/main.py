@@ -131,7 +131,6 @@ class LazyGroup(click.Group):
 
 
 def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    """Print the version of the distribution, or the checkout."""
     if not wanted or ctx.resilient_parsing:
         return
     from launcher.platforms.installed import installed_version

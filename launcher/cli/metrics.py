@@ -20,7 +20,6 @@ _EVERY_S: Final = 5.0
 
 
 def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
-    """Return address and port."""
     address, colon, port = value.rpartition(":")
     if not (address and colon and port.isdecimal() and int(port) < 1 << 16):
         raise click.BadParameter(f"{value!r} is not ADDRESS:PORT")

@@ -8,23 +8,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
-from launcher.fleet import nodes as draining
 from launcher.fleet import nodes as ops
 from launcher.fleet.ledger import fleet_at
-from launcher.fleet.nodes import listed, machines_of
+from launcher.platforms.base import Machine
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.targets import target_named
+from launcher.record.fleet import Entry
 from launcher.spec.errors import PlatformError, UserError
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Machine
-    from launcher.record.fleet import Entry
-
 
 NODES_EPILOG = """\b
 Examples:
@@ -65,7 +59,7 @@ def nodes() -> None:
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
     machines, away = _machines(target)
-    rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
+    rows = [row.to_json() for row in ops.listed(fleet_at(fleet), machines, time.time())]
     if as_json:
         print_json(rows)
         return
@@ -150,7 +144,7 @@ def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
 
 def _machines(target: str) -> tuple[list[Machine], str]:
     """Return the platform's machines, and why it cannot be asked; empty: it can."""
-    backend = machines_of(target_named(target).load_backend())
+    backend = ops.machines_of(target_named(target).load_backend())
     try:
         return backend.machines(), ""
     except (PlatformError, UserError) as error:
@@ -217,9 +211,9 @@ def drain(
     code 1: something is left there after TIME; it is named, and the drain stays.
     """
     wait_s = seconds("--by", by)
-    platform = machines_of(target_named(target).load_backend())
-    names = draining.named(nodes, platform.machines())
-    done = draining.drain(
+    platform = ops.machines_of(target_named(target).load_backend())
+    names = ops.named(nodes, platform.machines())
+    done = ops.drain(
         platform,
         fleet_at(fleet),
         names,

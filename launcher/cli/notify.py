@@ -75,11 +75,6 @@ def notify(*, runs: Path, url_file: Path | None, form: str, kinds: tuple[str, ..
 
 
 def _address(file: Path | None) -> str:
-    """Return the webhook's address.
-
-    Raises:
-        UserError: HF697 it is not given.
-    """
     if file is None:
         if address := os.environ.get(_VARIABLE, "").strip():
             return address
@@ -103,11 +98,9 @@ MOST_WAITING: Final = 1000
 
 
 class RunFollower:
-    """Reads the runs of a folder; what happened before its first look is told to nobody.
+    """Reads the runs of a folder and of the users' folders in it, for notices of these kinds.
 
-    Args:
-        folder: of runs, or of users' folders of them.
-        kinds: of notices that are wanted.
+    What happened before its first look is told to nobody.
     """
 
     def __init__(self, folder: Path, kinds: Collection[str]) -> None:
@@ -139,11 +132,8 @@ class RunFollower:
 class Webhook:
     """Posts notices, in order, each until it is taken or refused for good.
 
-    Args:
-        url: a secret: it is in no message.
-        slack: the body is Slack's, else all fields as JSON.
-        say: shows what could not be posted.
-        try_s: how long a notice is tried before `post` gives up for now.
+    Its `url` is a secret: it is in no message. The body is Slack's, or all fields as JSON. `say`
+    shows what could not be posted; `post` gives up for now after trying a notice for `try_s`.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -26,13 +25,10 @@ from launcher.cli.terminal import print_table
 from launcher.fleet.ledger import fleet_at
 from launcher.fleet.nodes import note_failed, note_moved
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
-from launcher.fleet.preflight.report import Expected
+from launcher.fleet.preflight.report import Expected, NodeReport
 from launcher.render.local import checkpoint_dir, resolve
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
-
-if TYPE_CHECKING:
-    from launcher.fleet.preflight.report import NodeReport
 
 EPILOG = """\b
 Examples:

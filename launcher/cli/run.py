@@ -130,7 +130,6 @@ def run(
 
 
 def _view(*, as_json: bool, quiet: bool) -> View:
-    """Return where progress goes: redrawn on a terminal, lines elsewhere."""
     if quiet:
         return View()
     out = sys.stderr if as_json else sys.stdout

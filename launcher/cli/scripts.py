@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,12 +119,10 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
         for line in difflib.unified_diff(before, after, str(file), "wrapped", lineterm="", n=1):
             colour = {"+": "green", "-": "red"}.get(line[:1])
             click.echo(click.style(_shown(line, secrets), fg=colour))
-    for note in notes:
-        click.echo(f"holdfast: {note}", err=True)
+    _tell(notes)
 
 
 def _shown(line: str, secrets: tuple[str, ...]) -> str:
-    """Return a line of what the user wrote without the secrets in it."""
     from launcher.spec.secret_forms import MASK, masked
 
     for secret in secrets:
@@ -231,7 +229,6 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
 
 
 def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """Become the main process of a pod."""
     from launcher.node.pod import PodEnv
     from launcher.plan.search import plan
     from launcher.render.local import render_local
@@ -276,6 +273,6 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
             write_atomic(path, text)
 
 
-def _tell(notes: tuple[str, ...]) -> None:
+def _tell(notes: Iterable[str]) -> None:
     for note in notes:
         click.echo(f"holdfast: {note}", err=True)

@@ -47,7 +47,7 @@ def status(*, run: str | None, runs: Path, as_json: bool) -> None:
         found_json = [each.to_json(now) for each in found]
         print_json(found_json[0] if run else found_json)
     elif run is None:
-        print_runs(found, now, empty=f"no live run in {runs}; `holdfast list` shows all")
+        _print_runs(found, now, empty=f"no live run in {runs}; `holdfast list` shows all")
     else:
         click.echo(str(found[0].run.path))
         for what, text in detail_lines(found[0], now):
@@ -64,7 +64,7 @@ def list_(*, runs: Path, as_json: bool) -> None:
     if as_json:
         print_json([each.to_json(now) for each in found])
     else:
-        print_runs(found, now, empty=f"no run in {runs}")
+        _print_runs(found, now, empty=f"no run in {runs}")
 
 
 _STATE_COLOURS = {
@@ -75,7 +75,7 @@ _STATE_COLOURS = {
 }
 
 
-def print_runs(found: Sequence[RunStatus], now_unix: float, *, empty: str) -> None:
+def _print_runs(found: Sequence[RunStatus], now_unix: float, *, empty: str) -> None:
     """Print a row for each run; what is wrong is said below.
 
     What keeps a platform from answering is said once for all of its runs.

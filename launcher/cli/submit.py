@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from rich.console import Console
@@ -30,23 +30,18 @@ from launcher.cli.common import (
     target_option,
 )
 from launcher.cli.terminal import direct, for_programs
-from launcher.platforms.base import JobState
+from launcher.platforms.base import Backend, JobState
+from launcher.platforms.sites import Site
 from launcher.platforms.targets import target_named
 from launcher.record.event import named
-from launcher.runs.runs import find_sweep, runs_of_sweep
+from launcher.record.failures import ExcludedMachine
+from launcher.runs.runs import StoredRun, find_sweep, runs_of_sweep
 from launcher.runs.submitting import submit as ops
 from launcher.runs.submitting.resume import resume as resume_runs
 from launcher.runs.watching.run_status import target_of
 from launcher.runs.watching.screen import LiveView, PlainView
 from launcher.runs.watching.watch import Watch
 from launcher.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Backend
-    from launcher.platforms.sites import Site
-    from launcher.record.failures import ExcludedMachine
-    from launcher.runs.runs import StoredRun
-    from launcher.runs.submitting.submit import PreparedSubmission, Submitted
 
 EPILOG = """\b
 Examples:
@@ -160,7 +155,7 @@ def submit(  # noqa: PLR0917  click passes options by name
 
 
 def _show_submitted(
-    prepared: PreparedSubmission, done: Submitted, *, watch: bool, as_json: bool
+    prepared: ops.PreparedSubmission, done: ops.Submitted, *, watch: bool, as_json: bool
 ) -> None:
     target, run_dir, job_id = prepared.target, prepared.run_dir, done.job.id
     if as_json:
@@ -205,17 +200,14 @@ def _resume(
     return _watch(run.submitted, run.backend) if watch and done.job is not None else EXIT_DONE
 
 
-def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> None:
+def _resume_sweep(folder: Path, how: Mapping[str, Any], *, as_json: bool) -> None:
     runs = runs_of_sweep(folder)
     if not runs:
         raise UserError("HF613", f"{folder} has none of its runs any more; submit them again")
     target = target_of(runs[0])
     backend = target_named(target).load_backend()
     _say_ignored(backend)
-    upgrade, all_nodes, force = how["upgrade"], how["all_nodes"], how["force"]
-    found = resume_runs(
-        runs, backend, sweep=True, upgrade=upgrade, all_nodes=all_nodes, force=force
-    )
+    found = resume_runs(runs, backend, sweep=True, **how)
     if as_json:
         print_json(
             {
@@ -224,7 +216,7 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
                 "runs": _rows(found.again),
                 "live": [str(run.path) for run in found.live],
                 "done": [str(run.path) for run in found.done],
-                "upgraded": found.upgraded if upgrade and found.job else None,
+                "upgraded": found.upgraded if how["upgrade"] and found.job else None,
                 "without": [each.to_json() for each in found.without],
                 "warnings": dicts(found.warnings),
             }
@@ -246,7 +238,6 @@ def _resume_sweep(folder: Path, how: Mapping[str, bool], *, as_json: bool) -> No
 
 
 def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
-    """Say which nodes a submission does without, why, and how they come back."""
     for each in nodes:
         click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
     if nodes:
@@ -256,8 +247,7 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
         )
 
 
-def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
-    """Print what would be submitted."""
+def _show(prepared: ops.PreparedSubmission, *, as_json: bool) -> int:
     if as_json:
         print_json(
             {
@@ -282,7 +272,6 @@ def _show(prepared: PreparedSubmission, *, as_json: bool) -> int:
 
 
 def _watch(found: StoredRun, backend: Backend) -> int:
-    """Show a run's progress until it has ended."""
     console = Console(file=direct(sys.stderr))
     view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:

@@ -73,11 +73,11 @@ def wide_console() -> Console:
     return console
 
 
-def coloured(word: object, colours: Mapping[Any, str], default: str = "") -> Text:
+def coloured(word: object, colours: Mapping[Any, str]) -> Text:
     """Return a word in its colour, for a cell of a table."""
     from rich.text import Text
 
-    return Text(str(word), colours.get(word, default))
+    return Text(str(word), colours.get(word, ""))
 
 
 def print_table(

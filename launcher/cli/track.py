@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
@@ -19,9 +19,6 @@ from launcher.runs.reports.tracking import TrackedRun
 from launcher.runs.run_dir import load
 from launcher.runs.runs import find_run, find_users_runs
 from launcher.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from launcher.runs.reports.tracking import TrackedRun
 
 EPILOG = """\b
 Examples:
@@ -56,10 +53,11 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
     try:
         with ExitStack() as stack:
             while True:
-                for path in _paths(run, runs):
+                found = [find_run(run, runs)] if run is not None else find_users_runs(runs)[0]
+                for path in (each.path for each in found):
                     if path not in known:
-                        found = _open(path, names, writer, asked=run is not None)
-                        known[path] = found and stack.enter_context(closing(found))
+                        tracked = _open(path, names, writer, asked=run is not None)
+                        known[path] = tracked and stack.enter_context(closing(tracked))
                 left = [each for each in known.values() if each is not None and not each.is_over]
                 for each in left:
                     each.poll(at_once=once)
@@ -70,19 +68,7 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
         return EXIT_INTERRUPTED
 
 
-def _paths(run: str | None, runs: Path) -> list[Path]:
-    if run is not None:
-        return [find_run(run, runs).path]
-    found, _ = find_users_runs(runs)
-    return [each.path for each in found]
-
-
 def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> TrackedRun | None:
-    """Return a run to follow; None: its job names no trackers, or it is not ours to write to.
-
-    Raises:
-        UserError: HF613 it cannot be read; HF699 it was asked for and names no trackers.
-    """
     try:
         config = load(path)
     except UserError:

@@ -54,7 +54,7 @@ class GpuTime:
 
     @property
     def allocated(self) -> float:
-        """All that was allocated, GPU-seconds."""
+        """GPU-seconds of all causes."""
         return sum(self.by_cause.values())
 
     def spend(self, cause: str, seconds: float) -> None:
@@ -63,12 +63,6 @@ class GpuTime:
             self.queue += seconds
         else:
             self.by_cause[cause] += seconds
-
-    def add(self, other: GpuTime) -> None:
-        """Add another account to this one."""
-        for cause, seconds in other.by_cause.items():
-            self.by_cause[cause] += seconds
-        self.queue += other.queue
 
     def to_json(self) -> dict[str, float]:
         """Return GPU-hours by cause, with `allocated` and `queue`."""
@@ -125,7 +119,8 @@ def total(accounts: Iterable[GpuTime]) -> GpuTime:
     """Return the sum of `accounts`."""
     found = GpuTime()
     for account in accounts:
-        found.add(account)
+        for cause, seconds in (*account.by_cause.items(), (QUEUE, account.queue)):
+            found.spend(cause, seconds)
     return found
 
 

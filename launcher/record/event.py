@@ -12,8 +12,6 @@ from elastic_trainer.record.events import Event
 
 _MAX_LINE: Final = 150
 """Characters of one line; errors of libraries can be long, the logs have all of them."""
-
-
 _MAX_NUMBER: Final = 1e300
 """Larger values were not measured: infinite, or too long for a float."""
 
@@ -26,7 +24,7 @@ def node_names(raw: Any) -> tuple[str, ...]:
 
 
 def worker_rank(event: Event) -> int | None:
-    """Return the global rank of the worker an event is about, whoever wrote the event."""
+    """Return the global rank of the worker that an event is about."""
     rank = event.fields.get("worker_rank", event.rank)
     return rank if isinstance(rank, int) else None
 

@@ -57,8 +57,6 @@ _WEIGHT: Final = {
     "": -1,
 }
 """The heaviest of the kinds that one node's failure seems to be is reported."""
-
-
 EXCLUSIONS: Final = ("member.evicted", "member.readmitted")
 """Events that say which machines are excluded."""
 
@@ -209,7 +207,6 @@ def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> 
 
 
 def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> RunFailure | None:
-    """Return the failure that `event` alone is evidence of; None: of none."""
     fields, kind = event.fields, str(event.fields.get("kind") or "")
     match event.event:
         case "fault.injected" if (action := str(fields.get("action"))) in _INJECTED:

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,16 +31,14 @@ _MAX_UNIX: Final = 1e11
 """Latest time of an event: years of four digits, and a few more."""
 _CLOCK_SLACK_S: Final = 3600.0
 """The file server's clock and a submission's may differ by less than this."""
+_T_UNIX: Final = attrgetter("t_unix")
 
 
 class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
-    A last line without its newline is left for a later poll.
-
-    Args:
-        run_dir: the run.
-        newest: read the ends of its files only, and keep no more than the newest MOST_EVENTS.
+    A last line without its newline is left for a later poll. With `newest` only the ends of its
+    files are read, and no more than the newest MOST_EVENTS kept.
     """
 
     def __init__(self, run_dir: Path, *, newest: bool = False) -> None:
@@ -66,9 +65,9 @@ class RunRecord:
                 self._offsets[path] = offset + sum(map(len, lines))
                 fresh += _decoded(lines)
         if fresh:
-            fresh.sort(key=_t_unix)
+            fresh.sort(key=_T_UNIX)
             self.events += fresh
-            self.events.sort(key=_t_unix)  # nearly sorted: little more than one pass
+            self.events.sort(key=_T_UNIX)  # nearly sorted: little more than one pass
             if self._newest and len(self.events) > MOST_EVENTS:
                 del self.events[: -MOST_EVENTS // 2]
         return fresh
@@ -89,7 +88,7 @@ def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
             found += _decoded(_lines(path, start))
         except UserError:
             continue
-    return sorted(found, key=_t_unix)
+    return sorted(found, key=_T_UNIX)
 
 
 def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
@@ -120,11 +119,10 @@ def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0
         if info.st_mtime >= since_unix - _CLOCK_SLACK_S:
             lines = (line for line in _lines(path) if any(name in line for name in wanted))
             found += (event for event in _decoded(lines) if event.event in names)
-    return sorted(found, key=_t_unix)
+    return sorted(found, key=_T_UNIX)
 
 
 def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
-    """Return path and state of each event file, by name."""
     folder = run_dir / "events"
     found: list[tuple[str, os.stat_result]] = []
     # No folder: no event yet, or the run is being removed.
@@ -135,7 +133,6 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
 
 
 def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
-    """Return path and state of one writer's file, if it exists."""
     path = run_dir / "events" / f"{writer}.jsonl"
     with _reading(path), suppress(FileNotFoundError):
         return [(str(path), path.stat())]
@@ -143,7 +140,6 @@ def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the whole lines of a file that begin at byte `start` or after it."""
     with _reading(Path(path)), open_regular(Path(path)) as file:
         if start:
             file.seek(start - 1)
@@ -176,37 +172,23 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     """Yield the events in `lines`; skip others, as a line torn by a crash."""
     for line in lines:
         event = Event.decode(line.decode("utf-8", errors="replace"))
-        if event is not None and _is_ours(event):
-            yield event
-
-
-def _is_ours(event: Event) -> bool:
-    """Return whether time and place of an event are such as our writers give them."""
-    try:
-        build(Event, event)
-    except ValueError:
-        return False
-    return 0 <= event.t_unix < _MAX_UNIX
-
-
-def _t_unix(event: Event) -> float:
-    return event.t_unix
+        if event is None:
+            continue
+        with suppress(ValueError):  # its time or place is not as our writers give them
+            build(Event, event)
+            if 0 <= event.t_unix < _MAX_UNIX:
+                yield event
 
 
 class LauncherLog:
     """The launcher's own file in the record: run.started, fault.injected, run.ended."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        writer: str,
-        *,
-        wall: Callable[[], float] = time.time,
-        mono: Callable[[], float] = time.monotonic,
+        self, run_dir: Path, writer: str, *, wall: Callable[[], float] = time.time
     ) -> None:
         self._path = run_dir / "events" / f"{writer}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._wall, self._mono = wall, mono
+        self._wall = wall
 
     def emit(self, event: str, **values: Any) -> None:
         """Append one event; `node`, `rank`, `epoch` and `step` are no fields of it.
@@ -215,7 +197,19 @@ class LauncherLog:
             OSError: the run directory cannot be written.
         """
         about = {key: values.pop(key, None) for key in ("node", "rank", "epoch", "step")}
-        t_unix, t_mono = self._wall(), self._mono()
+        t_unix, t_mono = self._wall(), time.monotonic()
         written = Event(event=event, t_unix=t_unix, t_mono=t_mono, **about, fields=values)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(written.encode())
+
+
+def note_event(run_dir: Path, event: str, **values: Any) -> None:
+    """Put one event on record, in a file of its own.
+
+    Clients of several people must not append to one file on NFS.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    family = event.partition(".")[0]
+    LauncherLog(run_dir, f"{family}-{int(time.time())}-{os.getpid()}").emit(event, **values)

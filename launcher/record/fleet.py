@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Return a file name: the same for the same entry, whoever writes it."""
+        """The entry's file name, the same for every writer."""
         what = f"{self.machine}|{self.verdict}|{self.source}|{self.run}|{self.gpu}"
         return f"{int(self.t_unix * 1000):015d}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
@@ -119,7 +119,7 @@ class Standing:
 
     @property
     def out(self) -> Entry | None:
-        """The newest of what put it out at once; None: only its strikes do, if any."""
+        """The newest of `outs`."""
         return self.outs[-1] if self.outs else None
 
     @property
@@ -181,7 +181,6 @@ def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
 
 
 def _is_open(entry: Entry, now_unix: float) -> bool:
-    """Whether a strike or an exclusion has not run out by itself."""
     if entry.verdict == Verdict.OUT:
         return entry.until_unix is None or entry.until_unix > now_unix
     return entry.verdict == Verdict.STRIKE and entry.t_unix > now_unix - STRIKE_S

@@ -41,11 +41,7 @@ class Notice:
 
 
 class Notices:
-    """Turns one run's events into notices; one for each failure, however many ranks tell of it.
-
-    Args:
-        run: its name.
-    """
+    """Turns one run's events into notices; one for each failure, however many ranks tell of it."""
 
     def __init__(self, run: str) -> None:
         self._run = run

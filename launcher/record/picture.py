@@ -80,7 +80,7 @@ def picture(events: Sequence[Event], status: TrainingStatus, *, gpus_per_node: i
     timed = [done.step_s for done in counted[-_RATE_STEPS:] if done.step_s is not None]
     busy_s = sum(done.step_s or 0.0 for done in counted if done.t > begun_t)
     return Picture(
-        nodes=node_states(events, status),
+        nodes=_node_states(events, status),
         loss=[(done.step, done.loss) for done in counted if done.loss is not None],
         step_s=sum(timed) / len(timed) if timed else None,
         mfu=counted[-1].mfu if counted else None,
@@ -91,8 +91,7 @@ def picture(events: Sequence[Event], status: TrainingStatus, *, gpus_per_node: i
     )
 
 
-def node_states(events: Iterable[Event], status: TrainingStatus) -> dict[str, NodeState]:
-    """Return what each node does, by its name's numbers: node2 before node10."""
+def _node_states(events: Iterable[Event], status: TrainingStatus) -> dict[str, NodeState]:
     found = dict.fromkeys(status.spares, NodeState.SPARE)
     found |= dict.fromkeys(status.members, NodeState.WORKS)
     for event in events:
@@ -106,7 +105,7 @@ def node_states(events: Iterable[Event], status: TrainingStatus) -> dict[str, No
             found[event.fields["member"]] = NodeState.SLOW
     found |= dict.fromkeys(status.lost, NodeState.LOST)
     found |= {each.member: NodeState.EXCLUDED for each in excluded_machines(events)}
-    return {name: found[name] for name in sorted(found, key=_by_number)}
+    return {name: found[name] for name in sorted(found, key=_by_number)}  # node2 before node10
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -27,12 +27,7 @@ _NOT_LOST: Final = ("agent.started", "member.joined", "member.evicted", "member.
 
 
 class TrainingStatus:
-    """The newest state of a run, from its events: the whole record, or its end.
-
-    Args:
-        config: the run's job.json.
-        events: in order of time; `apply` takes what comes later.
-    """
+    """The newest state of a run, from its events in order of time: the whole record, or its end."""
 
     def __init__(self, config: TrainConfig, events: Iterable[Event] = ()) -> None:
         self.config = config
@@ -226,7 +221,6 @@ class TrainingStatus:
             self.code, self.reason = code, str(reason or self.reason or self._exit_reason)
 
     def _take_nodes(self, event: Event) -> None:
-        """Learn which nodes are lost, and their machines."""
         fields = event.fields
         member = event.node if event.event == "agent.started" else fields.get("member")
         if isinstance(member, str) and isinstance(fields.get("host"), str):

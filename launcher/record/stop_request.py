@@ -1,9 +1,8 @@
-"""The word of `cancel` to the nodes: RUN/stop.json. Standard library only.
+"""RUN/stop.json, by which `cancel` tells the nodes to stop.
 
-While it is there, no job of this run puts itself back into the queue: the agents save
-when they are asked to and the batch script ends with 91; a job that starts nevertheless
-(it was waiting in the queue) ends at once with 91. `submit --resume` and `run --resume`
-take it away. Only its existence counts; its content is for people.
+While it exists, no job of the run puts itself back into the queue: agents save when asked, and the
+batch script ends with 91. A job that was waiting in the queue and starts ends at once with 91.
+`submit --resume` and `run --resume` remove it. Its content is for people.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from elastic_trainer.storage.files import look_afresh, write_json
 
 STOP_JSON = "stop.json"
-"""Its name in the run directory."""
 
 
 def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
@@ -26,13 +24,13 @@ def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
 
 
 def asked(run_dir: Path) -> bool:
-    """Return whether the run is to stay stopped."""
+    """Return whether the run must stay stopped."""
     look_afresh(run_dir)
     return (run_dir / STOP_JSON).exists()
 
 
 def withdraw(run_dir: Path) -> None:
-    """Take the request away, if it is there.
+    """Remove the request, if it exists.
 
     Raises:
         OSError: the run directory cannot be written.

@@ -61,11 +61,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Return what summary.json holds, as defined at the top of this module.
 
-    Args:
-        events: the record, in order of time.
-        config: the run's job.json, for the name and the number of steps asked for.
-        audit: the ledger's account of samples; None: without a ledger both are null.
-        code: exit code of the run; None while it is running.
+    `events` are in order of time; `audit` is the ledger's account of samples, without which both
+    numbers are null; `code` is the run's exit code, None while it is running.
     """
     seen = Counter(event.event for event in events)
     begun = [event.t_unix for event in events if event.event == "run.started"]
@@ -196,9 +193,10 @@ def _growths(spans: Iterable[EpochSpan], failed: Iterable[RunFailure]) -> list[d
     for before, after in pairwise(spans):
         if before.epoch in ended_by_failure or len(after.members) <= len(before.members):
             continue
-        pause_s, first = None, after.first_done
-        if before.steps and first is not None:
-            pause_s = round(first.t - max(done.t for done in before.steps.values()), 3)
+        pause_s = None
+        if before.steps and after.steps:
+            last_t = max(done.t for done in before.steps.values())
+            pause_s = round(min(done.t for done in after.steps.values()) - last_t, 3)
         found.append(
             {
                 "epoch": after.epoch,

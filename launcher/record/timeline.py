@@ -68,11 +68,6 @@ class EpochSpan:
         """The newest step completed in it, else the one it started from (0: none)."""
         return max(self.steps, default=self.resume_step or 0)
 
-    @property
-    def first_done(self) -> StepDone | None:
-        """Its first step to be completed; None: it has completed none."""
-        return min(self.steps.values(), key=lambda done: done.t, default=None)
-
 
 def epochs(events: Iterable[Event]) -> list[EpochSpan]:
     """Return the epochs of a record, `events` in order of time, as they were formed."""
@@ -101,7 +96,7 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
             span.from_scratch = span.from_scratch or whole(event, "from_scratch") > 0
         elif event.event == "step.committed":
             span.committed = max(span.committed, step)
-        elif not _is_known(event, step, _begun(span, event)):
+        elif event.event != "script.progress" or _shows_more(span, event, step):
             rank = event.rank or 0
             if rank <= ranks.setdefault((event.epoch, step), rank):
                 ranks[event.epoch, step] = rank
@@ -118,21 +113,16 @@ def _fill_started(span: EpochSpan, event: Event) -> None:
         span.layout = str(event.fields.get("layout", "?"))
 
 
-def _begun(span: EpochSpan, event: Event) -> EpochSpan:
-    """Take from a script's counter where the epoch began; a later word is a better one."""
-    first = whole(event, "first") if event.event == "script.progress" else 0
-    if first:
+def _shows_more(span: EpochSpan, event: Event, step: int) -> bool:
+    """Take from a script's counter where the epoch began; return whether `step` is news of it.
+
+    The counter says again where the epoch began when it knows better; steps that the script has
+    reported itself stay as they are.
+    """
+    if first := whole(event, "first"):
         span.resume_step, span.by = first - 1, str(event.fields.get("by"))
-        for step in [step for step in span.steps if step < first]:
-            del span.steps[step]
-    return span
-
-
-def _is_known(event: Event, step: int, span: EpochSpan) -> bool:
-    """Whether a script's counter shows no step of this epoch that it has not reported better."""
-    if event.event != "script.progress":
-        return False
-    return step in span.steps or (span.resume_step is not None and step <= span.resume_step)
+        span.steps = {done: each for done, each in span.steps.items() if done >= first}
+    return step not in span.steps and (span.resume_step is None or step > span.resume_step)
 
 
 def step_done(event: Event, step: int) -> StepDone:
@@ -162,7 +152,5 @@ def lineage(spans: Sequence[EpochSpan]) -> list[StepDone]:
         if not span.steps:
             continue
         start = span.resume_step if span.resume_step is not None else min(span.steps) - 1
-        for step in [step for step in effective if step > start]:
-            del effective[step]
-        effective.update(span.steps)
+        effective = {step: done for step, done in effective.items() if step <= start} | span.steps
     return [effective[step] for step in sorted(effective)]

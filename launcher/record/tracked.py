@@ -77,8 +77,7 @@ class TrackedSteps:
         self._epoch, self._resumed = epoch, resumed
         self._committed = self._newest = resumed
         self._newest += 1  # the step before it is over
-        for step in [step for step in self._pending if step > resumed]:
-            del self._pending[step]
+        self._pending = {step: each for step, each in self._pending.items() if step <= resumed}
         self._ranks = {key: known for key, known in self._ranks.items() if key[0] <= resumed}
 
     def _note(self, event: Event, step: int, epoch: int) -> None:

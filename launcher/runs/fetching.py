@@ -5,13 +5,13 @@ Platforms that share storage with this machine do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_trainer.board.open_board import KUBERNETES
 from launcher.fleet.ledger import fleet_at, place_for
-from launcher.platforms.base import Backend, JobRef, JobState, Machines
+from launcher.platforms.base import Backend, JobRef, Machines
 from launcher.spec.errors import HoldfastError, UserError
 
 
@@ -55,13 +55,6 @@ class Fetcher:
         before, self.trouble = self.trouble, fetched(self.backend, job)
         if self.trouble and self.trouble != before:
             self.say(self.trouble)
-
-
-def fetch_running(backend: Backend, jobs: Sequence[JobRef]) -> list[str]:
-    """Bring what is new of the jobs that run; return what kept it from coming."""
-    statuses = backend.status(jobs)
-    running = [job for job in jobs if statuses[job].state is JobState.RUNNING]
-    return [said for job in running if (said := fetched(backend, job))]
 
 
 def _said(error: HoldfastError) -> str:

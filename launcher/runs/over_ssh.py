@@ -127,13 +127,13 @@ def pack(spec: JobSpec) -> Sent:
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
     """Add a file or link without its owner, so that equal files make equal archives."""
 
-    def nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    def without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = ""
         return entry
 
     try:
-        tar.add(path, name, recursive=False, filter=nobodys)
+        tar.add(path, name, recursive=False, filter=without_owner)
     except OSError as error:
         raise UserError(
             "HF641",
@@ -180,14 +180,9 @@ def unpack(content: IO[bytes], size: int, digest: str, folder: Path) -> None:
 def ssh_argv(
     site: Site, words: Sequence[str], sent: Sent | None, *, prompts: bool, terminal: bool
 ) -> list[str]:
-    """Return the command line of ssh. Pure.
+    """Return the command line of ssh that runs `words` on the site. Pure.
 
-    Args:
-        site: with `ssh`.
-        words: the command there and its arguments.
-        sent: what comes on standard input.
-        prompts: somebody is there to type a password.
-        terminal: the command gets a terminal.
+    `sent` comes on standard input. With `prompts` ssh may ask for a password.
     """
     assert site.ssh is not None
     options = [*_OPTIONS, *(() if prompts else ("-o", "BatchMode=yes"))]

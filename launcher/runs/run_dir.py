@@ -104,7 +104,7 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
             change it.
     """
-    from launcher.render.local import HEAD, JOB_FILE  # 0.1 s: not for those that only look
+    from launcher.render.local import HEAD, JOB_FILE  # 0.1 s, which readers need not spend
 
     begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
     if begun:
@@ -159,7 +159,7 @@ def read_job(path: Path) -> TrainConfig:
 
 
 def read_training(run_dir: Path) -> TrainingStatus:
-    """Return where the training of `run_dir` stands, from the ends of its record.
+    """Return the state of a run's training, from the ends of its record.
 
     Raises:
         UserError: HF613 its job.json or its record cannot be read.
@@ -326,7 +326,7 @@ def make_run_dir(run_dir: Path, *, group: str | None) -> None:
     gid = None if group is None else check_group(group)
     with writing(f"run directory {run_dir}", "use another --run-dir"):
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            return  # somebody's already: whoever writes into it will refuse
+            return  # it is in use already: `create` refuses it
         run_dir.mkdir(parents=True, exist_ok=True)
         if gid is not None:
             os.chown(run_dir, -1, gid)

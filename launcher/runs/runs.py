@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from elastic_trainer.storage.typed import parse_json
 from launcher.fleet.ledger import writer
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.installed import installed_version
-from launcher.record.files import LauncherLog
+from launcher.record.files import note_event
 from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
 from launcher.spec.errors import UserError, writing
 
@@ -148,11 +146,7 @@ def submit_times(run_dir: Path) -> list[float]:
 
 
 def find_run(name: str, folder: Path) -> StoredRun:
-    """Return the run that `name` means: a path, a name under `folder`, or a job's id.
-
-    Args:
-        name: as the user wrote it; the beginning of a name is enough where only one has it.
-        folder: of runs, `./runs`.
+    """Return the run that `name` means: a path, a name in `folder` or its beginning, or a job's id.
 
     Raises:
         UserError: HF613 no run has this name; HF651 several have.
@@ -259,12 +253,11 @@ def jobs_of(run: StoredRun) -> list[JobRef]:
     if run.submission is None:
         return [JobRef(id=JobId(""), run_dir=str(run.path))]
     first = run.submission.job
-    after = chain_after(run.path, first.id)
+    after = _chain_after(run.path, first.id)
     return [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
 
 
-def chain_after(run_dir: Path, job_id: str) -> list[str]:
-    """Return the ids of the jobs that follow `job_id` in a chain, in order."""
+def _chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
     for path in (run_dir / "attempts").glob("*/next"):
         try:
@@ -294,7 +287,7 @@ def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
     if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
         return None
     if known is not None:
-        ours = {known.job.id, *chain_after(run_dir, known.job.id)}
+        ours = {known.job.id, *_chain_after(run_dir, known.job.id)}
         if job in ours or t_unix < (known.job.submit_time or 0.0):
             return None
     own = (run_dir / AGENTS_SCRIPT).is_file()
@@ -316,11 +309,9 @@ ACTED: Final = "operator.acted"
 
 
 def note_act(run_dir: Path, action: str, **fields: Any) -> None:
-    """Put on record that whoever runs this process does `action`.
+    """Put on record that this process's user does `action`.
 
     Raises:
         OSError: the run directory cannot be written.
     """
-    # A file each: several people's clients must not append to one on NFS.
-    log = LauncherLog(run_dir, f"operator-{int(time.time())}-{os.getpid()}")
-    log.emit(ACTED, action=action, by=writer(), **fields)
+    note_event(run_dir, ACTED, action=action, by=writer(), **fields)

@@ -29,7 +29,7 @@ SUBMIT = """\
 import sys
 from pathlib import Path
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.submitting.environment import describe, record_environment
+from launcher.runs.submitting.environment import describe, note_environment
 from launcher.runs.submitting.freeze import freeze_code, survey, use_code
 from launcher.plan.search import plan
 from launcher.render.local import render_local
@@ -43,7 +43,7 @@ with run_dirs.umask(spec.slurm.umask):
     files = render_local(spec, plan(spec), run_id="r", run_dir=run_dir, base_dir=base)
     run_dirs.create(run_dir, files)
     use_code(run_dir, freeze_code(run_dir, found))
-    record_environment(run_dir, describe(venv=None, image=None))
+    note_environment(run_dir, describe(venv=None, image=None))
     import os, subprocess
     command = [sys.executable, "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
     sys.exit(subprocess.run(command, cwd="/", env=os.environ).returncode)

@@ -31,15 +31,6 @@ from elastic_trainer.storage.files import beside, read_regular, write_new
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
-__all__ = [
-    "Commit",
-    "Reference",
-    "RetiredError",
-    "RunCheckpoints",
-    "check_checkpoint_dir",
-    "refuse_foreign",
-]
-
 _MAX_DIGITS = 18
 """A step has no more; a longer number is a name."""
 
@@ -167,14 +158,12 @@ class RunCheckpoints:
     def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
         """Read every byte that a restore reads of `commit`; return what is wrong, a line each.
 
-        Args:
-            commit: what `choose` returned.
-            on_read: called with the number of bytes just read; they add up to `size_bytes`.
+        `on_read` is called with the number of bytes just read; they add up to `size_bytes`.
 
         Raises:
             RetiredError: the run has retired it meanwhile.
         """
-        wrong = list(self._damage(commit, on_read))
+        wrong = self._damage(commit, on_read)
         if wrong and commit in self.commits and commit not in _commits(self.run):
             raise RetiredError
         return wrong
@@ -308,11 +297,6 @@ def check_checkpoint_dir(config: TrainConfig) -> None:
 
 
 def _commits(run: Path) -> tuple[Commit, ...]:
-    """Return what counts now.
-
-    Raises:
-        UserError: HF302 the board cannot be read.
-    """
     board = run / "board"
     try:
         state = read_board(board, on_damage=_refuse, heal_s=0.0)

@@ -27,12 +27,9 @@ _WEIGHTS_ALONE = (
 
 
 def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfig:
-    """Return `config` with the checkpoint it starts from.
+    """Return the `config` of a new run with the checkpoint it starts from, `RUN` or `RUN@STEP`.
 
-    Args:
-        config: of the new run.
-        reference: `RUN` or `RUN@STEP`.
-        spec: what `config` was made from, for the lines of problems.
+    `spec` is what `config` was made from, for the lines of problems.
 
     Raises:
         UserError: there is no such checkpoint, or every key that may not differ (HF633).

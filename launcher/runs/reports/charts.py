@@ -167,7 +167,6 @@ def _mark(axes: Axes, data: ReportData, legend: dict[str, Any]) -> None:
 
 
 def _badge(axes: Axes, x: float, text: str, colour: str, row: int = 0) -> None:
-    """Draw a small numbered disc above the axes."""
     axes.annotate(
         text,
         (x, 1.0),
@@ -270,7 +269,6 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
-    """Draw the legend below the axes, in as many columns as fit."""
     longest = max(map(len, legend), default=0)
     columns = max(1, int((WIDTH_IN - 1) / (0.5 + 0.065 * longest)))
     figure.legend(

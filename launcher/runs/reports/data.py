@@ -34,25 +34,22 @@ class ReportData:
     title: str
     summary: Mapping[str, Any]
     loss: Curve
-    validation: Curve = ()
+    validation: Curve
     """The last of each step."""
-    redone: Sequence[Curve] = ()
+    redone: Sequence[Curve]
     """Steps that were done but did not count, one curve per epoch."""
-    progress: Sequence[tuple[float, int]] = ()
+    progress: Sequence[tuple[float, int]]
     """(seconds since the run's start, step), in order of time, redone ones included."""
-    speed: Mapping[str, Curve] = field(default_factory=dict)
+    speed: Mapping[str, Curve]
     """What is drawn below the loss: label of the axis -> (step, value)."""
-    spent: GpuTime | None = None
-    """GPU-time by cause."""
-    attempts: Sequence[AttemptTime] = ()
-    extra: Mapping[str, Curve] = field(default_factory=dict)
+    spent: GpuTime
+    attempts: Sequence[AttemptTime]
+    extra: Mapping[str, Curve]
     """Curves of other runs to compare with: label -> curve."""
     compared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Summaries of other runs to compare with: label -> summary."""
     refresh_s: int | None = None
     """The page is loaded again after so long; None: never."""
-    notes: Sequence[tuple[str, str]] = ()
-    """(heading, text) shown below the charts; the text may have several lines."""
 
 
 def report_data(
@@ -62,7 +59,6 @@ def report_data(
     title: str,
     gpus_per_node: int = 1,
     extra: Mapping[str, Curve] | None = None,
-    notes: Sequence[tuple[str, str]] = (),
 ) -> ReportData:
     """Fold the record of a run, in order of time, and its summary into what its report shows."""
     spans = timeline.epochs(events)
@@ -94,7 +90,6 @@ def report_data(
         spent=total(gpu_time_by_month(events, gpus_per_node=gpus_per_node).values()),
         attempts=attempts(events),
         extra=extra or {},
-        notes=notes,
     )
 
 
@@ -105,7 +100,6 @@ def loss_curve(events: Sequence[Event]) -> Curve:
 
 
 def _speed(counted: Sequence[timeline.StepDone]) -> dict[str, Curve]:
-    """Return the curves that there are figures for."""
     curves = {
         "gradient norm": [(s.step, s.grad_norm) for s in counted if s.grad_norm is not None],
         "step time (s)": [(s.step, s.step_s) for s in counted if s.step_s is not None],
@@ -134,11 +128,6 @@ def kind_text(failure: Mapping[str, Any]) -> str:
     return str(failure["kind"]).replace("_", " ")
 
 
-def seconds_or_dash(value: float | None) -> str:
-    """Return seconds for people; a dash for None."""
-    return "-" if value is None else f"{value:.2f} s"
-
-
 # -- GPU-hours ------------------------------------------------------------------------------------
 
 
@@ -153,21 +142,6 @@ class RunCost:
     """`2026-11` -> what was spent in it, UTC."""
 
 
-def cost_of(run: StoredRun) -> RunCost:
-    """Return what `run` has spent so far.
-
-    Raises:
-        UserError: HF613 it cannot be read.
-    """
-    config = run_dirs.load(run.path)
-    months = gpu_time_by_month(
-        events_named(run.path, EVENTS),
-        gpus_per_node=config.gpus_per_node,
-        submitted=submit_times(run.path),
-    )
-    return RunCost(run=run.path.name, user=owner_of(run), months=months)
-
-
 def owner_of(run: StoredRun) -> str:
     """Return the user whom the run directory belongs to; `?`: it has gone."""
     uid = "?"
@@ -178,13 +152,19 @@ def owner_of(run: StoredRun) -> str:
 
 
 def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
-    """Return what each of `runs` has spent, and why some cannot be read."""
+    """Return what each of `runs` has spent so far, and why some cannot be read."""
     found, problems = [], []
     for run in runs:
         try:
-            found.append(cost_of(run))
+            months = gpu_time_by_month(
+                events_named(run.path, EVENTS),
+                gpus_per_node=run_dirs.load(run.path).gpus_per_node,
+                submitted=submit_times(run.path),
+            )
         except UserError as error:
             problems.append(f"{run.shown}: {error.message}")
+            continue
+        found.append(RunCost(run=run.path.name, user=owner_of(run), months=months))
     return found, problems
 
 

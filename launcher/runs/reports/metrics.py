@@ -33,12 +33,10 @@ GOODPUT_S: Final = 3600.0
 _MOST_BYTES: Final = 4 << 20
 """A run's list of agents: 16,384 take less than 1 MB."""
 FORGET_S: Final = 6 * 3600.0
-"""After its end a run's series stay so long: an alert has seen them."""
+"""How long the series of a run stay after its end, for alerts to see them."""
 
 
 class _Followed:
-    """One run: its record, what that adds up to, and its goodput."""
-
     def __init__(self, run: StoredRun) -> None:
         self.name, self.user = run.path.name, owner_of(run)
         self.metrics = RunMetrics()
@@ -52,21 +50,29 @@ class _Followed:
         for event in self._record.poll():
             self.metrics.add(event)
             self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
-        spent = gpu_time_since(
-            self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus
-        ).by_cause
-        total = sum(spent.values())
-        self.spent = spent
-        self.goodput = spent["productive"] / total if total else None
+        spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
+        self.spent, total = spent.by_cause, spent.allocated
+        self.goodput = self.spent["productive"] / total if total else None
+
+    def labelled(self) -> dict[str, Mapping[str, float]]:
+        """Return the values of _LABELLED by label."""
+        metrics, names = self.metrics, {"nodes": "in", "spares": "spare"}
+        return {
+            "run_state": {name: float(metrics.state == name) for name in STATES},
+            "nodes": {names[key]: metrics.values[key] for key in names if key in metrics.values},
+            "recovery_phase_seconds": metrics.phases,
+            "gpu_seconds": self.spent,
+        }
+
+    def gauges(self) -> dict[str, float | None]:
+        """Return the values of _GAUGES, and others; no sample where one is missing or None."""
+        times = {f"{name}_timestamp_seconds": t for name, t in self.metrics.times.items()}
+        known = {"exit_code": self.metrics.exit_code, "goodput_ratio": self.goodput}
+        return {**known, **self.metrics.values, **times}
 
 
 class RunsCollector:
-    """Reads the records of a folder's runs; a collector of prometheus-client.
-
-    Args:
-        folder: of runs, or of users' folders of them.
-        wall: the clock.
-    """
+    """A collector of prometheus-client: reads the runs of a folder and of users' folders in it."""
 
     def __init__(self, folder: Path, *, wall: Callable[[], float] = time.time) -> None:
         self._folder, self._wall = folder, wall
@@ -123,58 +129,28 @@ class RunsCollector:
         return registry
 
 
-def _state(each: _Followed) -> dict[str, float]:
-    return {name: float(each.metrics.state == name) for name in STATES}
-
-
-def _nodes(each: _Followed) -> dict[str, float]:
-    values, names = each.metrics.values, {"nodes": "in", "spares": "spare"}
-    return {shown: values[name] for name, shown in names.items() if name in values}
-
-
-_LABELLED: Final[dict[str, tuple[str, str, Callable[[_Followed], Mapping[str, float]]]]] = {
-    "run_state": (
-        "1 for the state it is in.",
-        "state",
-        lambda each: {name: float(each.metrics.state == name) for name in STATES},
-    ),
-    "nodes": ("Nodes of the epoch.", "state", _nodes),
-    "recovery_phase_seconds": (
-        "Of the last start or recovery.",
-        "phase",
-        lambda each: each.metrics.phases,
-    ),
-    "gpu_seconds": ("GPU time of the last hour.", "cause", lambda each: each.spent),
+_LABELLED: Final = {
+    "run_state": ("1 for the state it is in.", "state"),
+    "nodes": ("Nodes of the epoch.", "state"),
+    "recovery_phase_seconds": ("Of the last start or recovery.", "phase"),
+    "gpu_seconds": ("GPU time of the last hour.", "cause"),
 }
-"""Name -> help, label, and its values by the label's."""
-_GAUGES: Final[dict[str, tuple[str, Callable[[_Followed], float | None]]]] = {
-    "exit_code": ("Of a run that has ended.", lambda each: each.metrics.exit_code),
-    "goodput_ratio": ("Productive part of the last hour's GPU time.", lambda each: each.goodput),
-    "step": ("Newest completed step.", lambda each: each.metrics.values.get("step")),
-    "epoch": ("Epoch of membership.", lambda each: each.metrics.values.get("epoch")),
-    "loss": ("Loss of the newest step.", lambda each: each.metrics.values.get("loss")),
-    "grad_norm": (
-        "Gradient norm of the newest step, before clipping.",
-        lambda each: each.metrics.values.get("grad_norm"),
-    ),
-    "mfu": (
-        "Model FLOP utilisation of the newest step.",
-        lambda each: each.metrics.values.get("mfu"),
-    ),
-    "step_completed_timestamp_seconds": (
-        "When the newest step was completed.",
-        lambda each: each.metrics.times.get("step_completed"),
-    ),
-    "snapshot_copied_timestamp_seconds": (
-        "When the newest snapshot was committed in memory.",
-        lambda each: each.metrics.times.get("snapshot_copied"),
-    ),
+"""Name of a gauge -> help, and its label besides the run."""
+_GAUGES: Final = {
+    "exit_code": "Of a run that has ended.",
+    "goodput_ratio": "Productive part of the last hour's GPU time.",
+    "step": "Newest completed step.",
+    "epoch": "Epoch of membership.",
+    "loss": "Loss of the newest step.",
+    "grad_norm": "Gradient norm of the newest step, before clipping.",
+    "mfu": "Model FLOP utilisation of the newest step.",
+    "step_completed_timestamp_seconds": "When the newest step was completed.",
+    "snapshot_copied_timestamp_seconds": "When the newest snapshot was committed in memory.",
     "checkpoint_committed_timestamp_seconds": (
-        "When the newest checkpoint was committed on storage.",
-        lambda each: each.metrics.times.get("checkpoint_committed"),
+        "When the newest checkpoint was committed on storage."
     ),
 }
-"""Name -> help, and its value; None: no sample."""
+"""Name of a gauge -> help."""
 
 
 def _newest(runs: list[_Followed]) -> Iterator[Metric]:
@@ -184,16 +160,16 @@ def _newest(runs: list[_Followed]) -> Iterator[Metric]:
     for each in runs:
         info.add_metric([each.name], {"user": each.user})
     yield info
-    for name, (text, label, values) in _LABELLED.items():
+    for name, (text, label) in _LABELLED.items():
         gauge = GaugeMetricFamily(f"holdfast_{name}", text, labels=["run", label])
         for each in runs:
-            for key, value in values(each).items():
+            for key, value in each.labelled()[name].items():
                 gauge.add_metric([each.name, key], value)
         yield gauge
-    for name, (text, value_of) in _GAUGES.items():
+    for name, text in _GAUGES.items():
         gauge = GaugeMetricFamily(f"holdfast_{name}", text, labels=["run"])
         for each in runs:
-            if (only := value_of(each)) is not None:
+            if (only := each.gauges().get(name)) is not None:
                 gauge.add_metric([each.name], only)
         yield gauge
 

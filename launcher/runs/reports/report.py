@@ -16,7 +16,7 @@ from elastic_trainer.storage.files import check_output, write_atomic
 from launcher.platforms.installed import need
 from launcher.record.event import named
 from launcher.record.timeline import StepDone, epochs, lineage
-from launcher.runs.reports.data import ReportData, kind_text, seconds_or_dash
+from launcher.runs.reports.data import ReportData, kind_text
 from launcher.runs.watching.findings import names, span
 from launcher.spec.errors import UserError
 
@@ -83,7 +83,6 @@ def html_report(data: ReportData) -> str:
         ],
         refresh_s=data.refresh_s,
         tables=[*_compared(data), *_tables(data.summary), *_spent(data)],
-        notes=data.notes,
     )
 
 
@@ -112,7 +111,6 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 
 
 def _compared(data: ReportData) -> list[Table]:
-    """Return this run's figures beside the others'."""
     if not data.compared:
         return []
     columns = [_tiles(summary) for summary in (data.summary, *data.compared.values())]
@@ -121,9 +119,8 @@ def _compared(data: ReportData) -> list[Table]:
 
 
 def _spent(data: ReportData) -> list[Table]:
-    """Return what GPU-time went to, and the attempts."""
     tables: list[Table] = []
-    if data.spent is not None and data.spent.allocated:
+    if data.spent.allocated:
         hours = data.spent.to_json()
         rows = [
             (cause, f"{hours[cause]:,.3g}", f"{seconds / data.spent.allocated:.1%}")
@@ -148,6 +145,10 @@ def _spent(data: ReportData) -> list[Table]:
     return tables
 
 
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
 def _tables(summary: Mapping[str, Any]) -> list[Table]:
     failures = [
         (
@@ -157,8 +158,8 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
             + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
             failure["step"],
             f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
-            seconds_or_dash(failure["detected_s"]),
-            seconds_or_dash(failure["recovered_s"]),
+            _seconds(failure["detected_s"]),
+            _seconds(failure["recovered_s"]),
             "?" if failure["steps_redone"] is None else failure["steps_redone"],
             failure["injected"] or "no",
             failure["detail"],

@@ -25,7 +25,7 @@ from launcher.spec.errors import HoldfastError
 
 FOLDER: Final = "tracking"
 LEASE_S: Final = 60.0
-"""Without a sign of its writer for so long, a run is taken over by another process."""
+"""Another process takes a run over whose writer has been silent for so long."""
 SETTLE_S: Final = 5.0
 """Until a step's events have certainly arrived, on storage that shows them late."""
 _PROJECT: Final = "holdfast"
@@ -52,11 +52,8 @@ class Tracker(Protocol):
 def open_tracker(name: str, run_dir: Path, run_id: str, step: int) -> Tracker:
     """Return a run in the tracker `name`, the same one in every attempt.
 
-    Args:
-        name: one of elastic_trainer.plan.config.TRACKERS.
-        run_dir: for files of trackers.
-        run_id: name in the tracker.
-        step: the newest step that is known to be written.
+    `name` is one of elastic_trainer.plan.config.TRACKERS; `step` is the newest step that is known
+    to be written.
 
     Raises:
         UserError: HF632 its package is not here.
@@ -280,7 +277,6 @@ class TrackedRun:
         return progress, swapped[1]
 
     def _forget(self, steps: Mapping[str, int]) -> None:
-        """Drop the points that every tracker has."""
         done = min(steps.get(name, 0) for name in self._names)
         self._points = [point for point in self._points if point.step > done]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,12 +43,8 @@ def ask(
 ) -> tuple[Problem, ...]:
     """Ask the platform about a bundle that is to be submitted; return warnings.
 
-    Args:
-        backend: the platform's.
-        files: the bundle.
-        spec: whose lines are named; None: a run resumes.
-        without: more nodes that the job does not use.
-        force: return errors as warnings.
+    Problems name the lines of `spec`, if given. The job does not use the nodes `without`. With
+    `force` errors are warnings.
 
     Raises:
         UserError: everything that keeps the bundle from ever running there.
@@ -81,25 +77,22 @@ def ask_with_ledger(
 ) -> Admission:
     """Ask as `ask` does, for a job that is kept off bad machines.
 
-    Where too few would be left, only operators' exclusions count, and there is a warning.
-
-    Args:
-        backend: the platform's.
-        files: the bundle.
-        spec: see `ask`.
-        ledger: the fleet's; None: every machine may be used.
-        needed: machines of the job.
-        excluded: by the run itself.
-        force: see `ask`.
-        wall: the clock.
+    Bad are the machines that the run itself has `excluded` and those of the `ledger`; without a
+    ledger all others may be used. Where fewer than `needed` would be left, only operators'
+    exclusions count, and there is a warning.
 
     Raises:
         UserError: as `ask`.
     """
     known = {each.host for each in excluded}
-    chosen, warnings = _of_ledger(
-        backend, files, ledger, needed=needed, known=known, now_unix=wall()
-    )
+    chosen: list[Standing] = []
+    warnings: list[Problem] = []
+    if ledger is not None and isinstance(backend, Machines):
+        try:
+            held = _kept_off(backend, files, ledger, needed=needed, now_unix=wall())
+            chosen = [each for each in held if each.machine not in known]
+        except (UserError, PlatformError) as error:
+            warnings.append(_warning("HF189", f"the fleet's ledger is not used: {error}"))
 
     def answer(standings: Sequence[Standing]) -> Admission:
         more = [
@@ -124,35 +117,22 @@ def ask_with_ledger(
     return replace(found, warnings=(*found.warnings, _warning("HF189", said)))
 
 
-def prepare_ledger(ledger: Fleet) -> list[Problem]:
-    """Make the ledger's ConfigMap, should it be missing; return why that failed."""
+def prepare_ledger(ledger: Fleet) -> tuple[Problem, ...]:
+    """Make the ledger's ConfigMap if it is missing; return why that failed."""
     try:
         ledger.prepare()
     except (UserError, PlatformError) as error:
-        return [_warning("HF189", f"pods cannot write the fleet's ledger: {error}")]
-    return []
+        return (_warning("HF189", f"pods cannot write the fleet's ledger: {error}"),)
+    return ()
 
 
-def _of_ledger(
-    backend: Backend,
-    files: Bundle,
-    ledger: Fleet | None,
-    *,
-    needed: int,
-    known: Collection[str],
-    now_unix: float,
-) -> tuple[list[Standing], list[Problem]]:
-    """Return what the ledger keeps the job off, and why it could not be asked."""
-    if ledger is None or not isinstance(backend, Machines):
-        return [], []
-    try:
-        held = standings(ledger.entries(), now_unix)
-        if not any(each.is_out for each in held.values()):
-            return [], []
-        pool = [machine.name for machine in backend.machines(files)]
-    except (UserError, PlatformError) as error:
-        return [], [_warning("HF189", f"the fleet's ledger is not used: {error}")]
-    return [each for each in kept_off(held, pool, needed) if each.machine not in known], []
+def _kept_off(
+    backend: Machines, files: Bundle, ledger: Fleet, *, needed: int, now_unix: float
+) -> list[Standing]:
+    held = standings(ledger.entries(), now_unix)
+    if not any(each.is_out for each in held.values()):
+        return []  # the platform need not say which machines it has
+    return kept_off(held, [machine.name for machine in backend.machines(files)], needed)
 
 
 def _warning(code: str, message: str) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
@@ -47,24 +47,19 @@ class Cancelled:
         return (self.code == 91 or self.status.state is JobState.SAVED) and not self.unsaved
 
 
-@dataclass(slots=True, kw_only=True)
 class Canceller:
-    """Cancels one run.
+    """Cancels one run; `say` shows progress, a line each."""
 
-    Args:
-        say: shows progress, a line each.
-        wait_s: how long a save may take; after that the job is ended without one.
-    """
-
-    run: StoredRun
-    backend: Backend
-    say: Callable[[str], None]
-    wait_s: float
-    sleep: Callable[[float], None] = time.sleep
-    _fetcher: Fetcher = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._fetcher = Fetcher(self.backend, self.say)
+    def __init__(
+        self,
+        run: StoredRun,
+        backend: Backend,
+        say: Callable[[str], None],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.run, self.backend, self.say, self.sleep = run, backend, say, sleep
+        self._fetcher = Fetcher(backend, say)
 
     def cancel(self, *, save: bool) -> Cancelled:
         """End the run, with `save` after a save; no job of it goes back into the queue.
@@ -105,11 +100,9 @@ class Canceller:
     def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
         """Ask for a save; wait until the job has ended or was put back, or its time is over.
 
-        Args:
-            job: which.
-            began: its start, as far as the caller knows; a later one is another start.
+        `began` is its start as far as the caller knows; a later one is another start.
         """
-        wait_s = self.wait_s + _ENDING_S
+        wait_s = _save_time_s(self.run.path) + _ENDING_S
         self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
         asked_at, shown = -_AGAIN_S, ""
 
@@ -119,8 +112,7 @@ class Canceller:
                 self.backend.ask_to_save(job)
                 asked_at = time.monotonic()
             status = self.backend.status([job])[job]
-            training = self._training(job)
-            now = _progress(status, training)
+            now = _progress(status, self._training(job))
             if now != shown:
                 self.say(now)
                 shown = now
@@ -152,7 +144,7 @@ class Canceller:
         )
 
 
-def save_time_s(run_dir: Path) -> float:
+def _save_time_s(run_dir: Path) -> float:
     """Return how long a save may take: the script's HOLDFAST_LEAD_S, or the pods' grace period."""
     for name, marker in _SAVE_TIMES:
         digits = _submitted_value(run_dir, name, marker)
@@ -185,8 +177,8 @@ def _known(status: JobStatus, training: TrainingStatus) -> JobStatus:
 
 
 def _progress(status: JobStatus, training: TrainingStatus) -> str:
-    now, status = training, _known(status, training)
-    saved = "nothing saved yet" if now.saved_step is None else f"saved: step {now.saved_step}"
+    step, state = training.saved_step, _known(status, training).state
+    saved = "nothing saved yet" if step is None else f"saved: step {step}"
     if training.code is not None:
-        return f"{status.state}: the agents have ended with {training.code}, {saved}"
-    return f"{status.state}: {now.state}, {now.step_text}, {saved}"
+        return f"{state}: the agents have ended with {training.code}, {saved}"
+    return f"{state}: {training.state}, {training.step_text}, {saved}"

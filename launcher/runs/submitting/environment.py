@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -23,7 +21,7 @@ from typing import Any, Final
 
 from elastic_trainer.storage.files import read_regular, write_json
 from elastic_trainer.storage.typed import parse_json
-from launcher.record.files import LauncherLog
+from launcher.record.files import note_event
 from launcher.spec.errors import UserError, writing
 
 ENVIRONMENT_JSON: Final = "environment.json"
@@ -54,9 +52,8 @@ class Environment:
 def describe(*, venv: str | Path | None, image: str | None) -> Environment:
     """Return what a job with this section `env:` runs in.
 
-    Args:
-        venv: a prefix of a Python; None: the launcher's own, or without one in an image.
-        image: a file, or a name with or without a digest.
+    Without `venv` it is the launcher's own Python, or with an image that of the image. `image` is a
+    file, or a name with or without a digest.
 
     Raises:
         UserError: HF201 the environment is not there; HF202 it cannot be read.
@@ -100,7 +97,7 @@ def changes(before: Environment, now: Environment) -> list[str]:
     return found
 
 
-def record_environment(run_dir: Path, environment: Environment) -> None:
+def note_environment(run_dir: Path, environment: Environment) -> None:
     """Write RUN/environment.json, whole or not at all, and an event.
 
     Raises:
@@ -109,7 +106,8 @@ def record_environment(run_dir: Path, environment: Environment) -> None:
     path = run_dir / ENVIRONMENT_JSON
     with writing(path):
         write_json(path, dataclasses.asdict(environment), indent=1)
-    _log(run_dir).emit(
+    note_event(
+        run_dir,
         "environment.recorded",
         digest=environment.digest,
         python=environment.python,
@@ -120,7 +118,7 @@ def record_environment(run_dir: Path, environment: Environment) -> None:
 
 
 def load_environment(run_dir: Path) -> Environment | None:
-    """Return what was recorded of a run; None: nothing.
+    """Return what `note_environment` wrote; None: nothing.
 
     Raises:
         UserError: HF613 it cannot be read.
@@ -136,7 +134,7 @@ def load_environment(run_dir: Path) -> Environment | None:
 
 
 def warn_if_changed(run_dir: Path) -> list[str]:
-    """Compare a run's environment with the record; return what changed, which becomes an event.
+    """Compare a run's environment with the noted one; return what changed, which becomes an event.
 
     It never stops an attempt. What cannot be read is reported in the same way: workers will not be
     able to use it either.
@@ -150,7 +148,8 @@ def warn_if_changed(run_dir: Path) -> list[str]:
     except UserError as error:
         was, digest, found = None, None, [error.message]
     if found:
-        _log(run_dir).emit(
+        note_event(
+            run_dir,
             "environment.changed",
             was=was,
             digest=digest,
@@ -164,7 +163,6 @@ def warn_if_changed(run_dir: Path) -> list[str]:
 
 
 def _python_of(prefix: Path, folders: list[Path]) -> str:
-    """Return the version of a prefix's interpreter, by its pyvenv.cfg or its folders."""
     if prefix == Path(sys.prefix):
         return platform.python_version()
     try:
@@ -192,15 +190,13 @@ def _distributions(folders: list[Path]) -> Iterator[tuple[str, str]]:
         if not name:
             continue  # a torn installation: pip warns of it
         # RECORD lists every file with its digest; an egg-link has none.
-        record = found.read_text("RECORD") or found.read_text("direct_url.json") or ""
-        digest = hashlib.sha256(record.encode(errors="surrogateescape")).hexdigest()[:16]
+        installed = found.read_text("RECORD") or found.read_text("direct_url.json") or ""
+        digest = hashlib.sha256(installed.encode(errors="surrogateescape")).hexdigest()[:16]
         yield re.sub(r"[-_.]+", "-", name).lower(), f"{found.version} {digest}"
 
 
 def _image_digest(image: str) -> str | None:
-    """Return what tells an image from others of its name."""
-    pinned = _PINNED.search(image)
-    if pinned:
+    if pinned := _PINNED.search(image):
         return pinned[1]
     path = Path(image)
     if not path.is_absolute() or not path.is_file():
@@ -213,7 +209,3 @@ def _image_digest(image: str) -> str | None:
         file.seek(max(0, info.st_size - _EDGE_BYTES))
         digest.update(file.read(_EDGE_BYTES))
     return f"file:{digest.hexdigest()}"
-
-
-def _log(run_dir: Path) -> LauncherLog:
-    return LauncherLog(run_dir, f"environment-{int(time.time())}-{os.getpid()}")

@@ -33,7 +33,7 @@ from elastic_trainer.plan.config import CodeSection, TrainConfig
 from elastic_trainer.plan.quantities import counted, sized
 from elastic_trainer.storage.files import open_regular, read_regular, write_atomic, write_json
 from elastic_trainer.storage.typed import parse_json
-from launcher.record.files import LauncherLog
+from launcher.record.files import note_event
 from launcher.render.local import checkpoint_dir, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import Problem, UserError, Where, writing
@@ -182,13 +182,7 @@ def freeze_code(home: Path, files: CodeFiles, *, wall: Callable[[], float] = tim
     )
 
 
-def use_code(
-    run_dir: Path,
-    frozen: Frozen,
-    *,
-    history: Sequence[Frozen] = (),
-    wall: Callable[[], float] = time.time,
-) -> None:
+def use_code(run_dir: Path, frozen: Frozen, *, history: Sequence[Frozen] = ()) -> None:
     """Make a run use frozen code; `history` is what it has used before, oldest first.
 
     Raises:
@@ -200,19 +194,17 @@ def use_code(
         for path in (run_dir / run_dirs.RENDERED, run_dir / run_dirs.JOB_JSON):
             if path.exists():
                 write_atomic(path, pointed_to(run_dirs.read_job(path), frozen).to_json())
-    said: dict[str, Any] = {
-        "digest": frozen.digest,
-        "revision": frozen.revision,
-        "dirty": frozen.dirty,
-        "files": frozen.num_files,
-        "bytes": frozen.size_bytes,
-        "source": frozen.source,
-    }
-    log = LauncherLog(run_dir, f"code-{int(wall())}-{os.getpid()}", wall=wall)
-    if history:
-        log.emit("code.upgraded", was=history[-1].digest, **said)
-    else:
-        log.emit("code.frozen", **said)
+    note_event(
+        run_dir,
+        "code.upgraded" if history else "code.frozen",
+        **({"was": history[-1].digest} if history else {}),
+        digest=frozen.digest,
+        revision=frozen.revision,
+        dirty=frozen.dirty,
+        files=frozen.num_files,
+        bytes=frozen.size_bytes,
+        source=frozen.source,
+    )
 
 
 def upgrade(run_dir: Path) -> tuple[Frozen, Frozen]:

@@ -36,13 +36,13 @@ from launcher.runs.runs import (
     note_submitted,
 )
 from launcher.runs.submitting.asking import Admission, ask_with_ledger
-from launcher.runs.submitting.cancelling import Canceller, puts_itself_back, save_time_s
+from launcher.runs.submitting.cancelling import Canceller, puts_itself_back
 from launcher.runs.submitting.environment import (
     ENVIRONMENT_JSON,
     changes,
     describe,
     load_environment,
-    record_environment,
+    note_environment,
 )
 from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
 from launcher.runs.submitting.freeze import upgrade as freeze_again
@@ -97,14 +97,10 @@ def resume(
 ) -> Resumed:
     """Submit runs again: they resume from their newest checkpoints.
 
-    Args:
-        runs: one, or all tasks of a sweep, which are submitted as one array.
-        backend: their platform's.
-        sweep: leave live runs alone; else they are refused.
-        upgrade: freeze the working directory again, for each run.
-        all_nodes: use excluded nodes too.
-        force: see `ask`.
-        sets: what one run asks of its platform from now on, as `kubernetes.image=…`.
+    `runs` is one, or with `sweep` all tasks of a sweep, which are submitted as one array and of
+    which live ones are left alone. `upgrade` freezes the working directory again for each;
+    `all_nodes` uses excluded nodes too; `sets` is what one run asks of its platform from now on, as
+    `kubernetes.image=…`; for `force` see `ask`.
 
     Raises:
         UserError: HF615 a job is live; HF653 a run was never submitted; HF655 `sets` change more;
@@ -195,7 +191,6 @@ def _answer(
 
 
 def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
-    """Return the machines that any of the runs has excluded since its last submission."""
     found: dict[str, ExcludedMachine] = {}
     for run in runs:
         submission = _submission(run)
@@ -261,7 +256,6 @@ def _asked_again(run: StoredRun, sets: Sequence[str]) -> _Resubmission:
 
 
 def _job_file(run_dir: Path) -> tuple[Path, Path]:
-    """Return the job file of a run, and what relative paths in it are relative to."""
     path = run_dir / JOB_FILE
     if path.is_file():
         first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -286,7 +280,7 @@ def _written(run_dir: Path, asked: _Resubmission | None) -> Iterator[list[str]]:
         if known is not None and asked.image not in (None, known.image):
             found = describe(venv=known.prefix, image=asked.image)
             said += [f"environment: {change}" for change in changes(known, found)]
-            record_environment(run_dir, found)
+            note_environment(run_dir, found)
         yield said
     except BaseException:
         for path, former in before.items():
@@ -307,7 +301,6 @@ def _submission(run: StoredRun) -> Submission:
 
 
 def _check(run: StoredRun, backend: Backend) -> None:
-    """See that a run can resume."""
     run_dirs.check_run_dir(run.path)
     home = _home(run)
     bundle = _bundle(home)
@@ -329,7 +322,7 @@ def _upgrade(run_dir: Path) -> list[str]:
     if environment is not None:
         found = describe(venv=environment.prefix, image=environment.image)
         if found.digest != environment.digest:
-            record_environment(run_dir, found)
+            note_environment(run_dir, found)
             changed += [f"environment: {change}" for change in changes(environment, found)]
     return changed
 
@@ -356,7 +349,6 @@ def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Seque
 
 
 def _bundle(folder: Path) -> dict[str, str]:
-    """Return the files that were submitted."""
     return {
         path.name: path.read_text(encoding="utf-8", errors="replace")
         for path in folder.iterdir()
@@ -385,12 +377,8 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     """Have a run save and start again.
 
     Where the batch script puts its own job back into the queue after a save (`slurm.restart:
-    requeue`), it does so. Elsewhere the job is cancelled with a save and submitted again.
-
-    Args:
-        run: which; it must be running.
-        backend: its platform's.
-        say: shows progress, a line each.
+    requeue`), it does so. Elsewhere the job is cancelled with a save and submitted again. `say`
+    shows progress, a line each.
 
     Raises:
         UserError: HF662 it does not run, or is suspended; HF653 it was never submitted.
@@ -414,7 +402,7 @@ def restart(run: StoredRun, backend: Backend, *, say: Callable[[str], None]) -> 
     with writing(str(run.path)):
         note_act(run.path, "restart", job=job.id)
     began = status.started
-    canceller = Canceller(run=run, backend=backend, say=say, wait_s=save_time_s(run.path))
+    canceller = Canceller(run, backend, say)
     if puts_itself_back(run.path):
         status = canceller.saved(job, began=began)
         saved_step = run_dirs.read_training(run.path).saved_step

@@ -18,17 +18,17 @@ from elastic_trainer.board.open_board import KUBERNETES
 from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
-from launcher.platforms.base import Backend, JobRef, Machines
+from launcher.platforms.base import Backend, JobRef, JobState, Machines
 from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
-from launcher.runs.fetching import fetch_running
+from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
-from launcher.runs.submitting.environment import Environment, describe, record_environment
+from launcher.runs.submitting.environment import Environment, describe, note_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
     freeze_code,
@@ -61,9 +61,9 @@ class PreparedSubmission:
     """Index of an array's task -> what a sweep sets for it; None: it is not an array."""
     warnings: tuple[Problem, ...]
     code: CodeFiles | None
-    """To be kept with the run; None: the job runs no code of the user's."""
+    """What is kept with the run; None: the job runs no code of the user."""
     environment: Environment | None
-    """To be recorded; None: it is not on this machine."""
+    """None: it is not on this machine."""
 
     @property
     def runs(self) -> dict[Path, int | None]:
@@ -167,11 +167,7 @@ def submit(
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 
-    Args:
-        prepared: what is submitted.
-        backend: the platform's.
-        all_nodes: use machines too that the fleet's ledger holds for bad.
-        force: see `ask`.
+    With `all_nodes` the fleet's ledger is not asked; for `force` see `ask`.
 
     Raises:
         UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
@@ -180,7 +176,7 @@ def submit(
     """
     spec, files, target = prepared.spec, prepared.files, prepared.target
     ledger = None if all_nodes else _ledger(prepared, backend)
-    asked = ask_with_ledger(
+    admission = ask_with_ledger(
         backend,
         files,
         spec=spec,
@@ -188,8 +184,9 @@ def submit(
         needed=spec.cluster.nodes + spec.cluster.spares,
         force=force,
     )
-    warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
-    without = asked.hosts
+    without, warnings = admission.hosts, admission.warnings
+    if ledger is not None:
+        warnings += prepare_ledger(ledger)
     # Else storage is not this machine's, and nothing is looked at there.
     shared = backend.nodes_run_dir(prepared.run_dir, files) == str(prepared.run_dir)
     is_data = backend.only_data_is_shared(files)
@@ -203,7 +200,7 @@ def submit(
         for run_dir, index in prepared.runs.items():
             ref = job if index is None else backend.task_of(job, index, run_dir)
             runs.append(note_submitted(run_dir, target, ref, without=without))
-    return Submitted(job=job, runs=runs, warnings=tuple(warnings))
+    return Submitted(job=job, runs=runs, warnings=warnings)
 
 
 def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
@@ -213,28 +210,21 @@ def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
     first = next(iter(prepared.runs.values()))
     named = json.loads(prepared.files_of(first)[run_dirs.JOB_JSON]).get("fleet")
     place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
-    _take_over(prepared, backend, place)
+    if place.startswith(KUBERNETES):
+        # Pods without a token cannot write it. A record that does not come stops no submission.
+        ours = target_named(prepared.target).backend
+        jobs = [
+            current_job(run)
+            for run in find_runs(prepared.run_dir.parent)
+            if run.submission is not None and target_named(run.submission.target).backend == ours
+        ]
+        for job, status in backend.status(jobs).items():
+            if status.state is JobState.RUNNING:
+                fetched(backend, job)
     return fleet_at(place, lambda: backend.register_server(prepared.files))
 
 
-def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
-    """Fetch the records of the runs beside this one that run now, for a ledger in a ConfigMap.
-
-    Pods without a token cannot write it. A record that does not come stops no submission.
-    """
-    if not place.startswith(KUBERNETES):
-        return
-    ours = target_named(prepared.target).backend
-    runs = [
-        run
-        for run in find_runs(prepared.run_dir.parent)
-        if run.submission is not None and target_named(run.submission.target).backend == ours
-    ]
-    fetch_running(backend, [current_job(run) for run in runs])
-
-
 def _refuse_other_requests(tasks: Sequence[tuple[JobSpec, Plan]]) -> None:
-    """Refuse a sweep whose tasks ask Slurm for different things."""
     first, ladder = tasks[0][0], tasks[0][1].ladder
     for spec, planned in tasks[1:]:
         same = (
@@ -296,7 +286,7 @@ def _write_runs(
             frozen = frozen or freeze_code(top, prepared.code)
             use_code(run_dir, frozen)
         if prepared.environment is not None:
-            record_environment(run_dir, prepared.environment)
+            note_environment(run_dir, prepared.environment)
 
 
 def _environment(spec: JobSpec, platform: Target, *, look: bool) -> Environment | None:
@@ -346,9 +336,8 @@ def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
 
-    Args:
-        texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
-            None: one task, which has no values.
+    `texts` are arguments of `--sweep`; commas within brackets, braces or quotes do not separate.
+    Without any there is one task, which has no values.
 
     Raises:
         UserError: HF654 one of another form, a key twice, or too many tasks.

@@ -29,8 +29,7 @@ STEPS: Final = 10.0
 LONGEST: Final = 2.0
 """And after so many of the longest of the epoch: evaluations, saves of a script's own."""
 LEAST_BYTES: Final = 16 << 20
-"""With less room than this a disk is full: not even the record has place for long."""
-
+"""A disk with less room is full: even the record soon finds no place."""
 _ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -47,7 +46,7 @@ class FindingKind(enum.StrEnum):
     SAVES_FAIL = "saves_fail"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong."""
 
@@ -74,84 +73,85 @@ class DiskSpace:
     """Whether it takes another file: inodes run out too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What is known of a run."""
-
-    run: str
-    """As the user calls it, for commands that fix something."""
-    platform: JobStatus
-    training: TrainingStatus | None
-    problem: str = ""
-    """Why what the run has written cannot be read, or is not the newest; empty: it can."""
-    disks: tuple[DiskSpace, ...] = ()
-    """Of the run's directory and its checkpoints, where this machine sees them."""
-    nodes_return: bool = True
-    """A node that the platform holds for lost can take part again in the same job."""
-
-
-def findings(facts: RunFacts, *, now_unix: float) -> list[Finding]:
+def findings(
+    run: str,
+    platform: JobStatus,
+    training: TrainingStatus | None,
+    *,
+    problem: str = "",
+    disks: Iterable[DiskSpace] = (),
+    nodes_return: bool = True,
+    now_unix: float,
+) -> list[Finding]:
     """Return what is wrong, the gravest first.
 
     After an early end only failed saves are told, after others nothing.
+
+    Args:
+        run: as the user calls it, for commands that fix something.
+        platform: what the platform says of the job.
+        training: what the record says; None: it cannot be read.
+        problem: why what the run has written cannot be read, or is not the newest; empty: it can.
+        disks: of the run's directory and its checkpoints, where this machine sees them.
+        nodes_return: a node that the platform holds for lost can take part again in the same job.
+        now_unix: the time.
     """
-    state = facts.platform.state
-    saves = None if facts.training is None else _saves(facts.training, now_unix)
-    if state is not JobState.RUNNING:
-        return [saves] if saves is not None and state in _ENDED_EARLY else []
-    lost, there = _nodes(facts)
-    suspended = away = batch_host = None
-    if facts.platform.suspended:
+    saves = None if training is None else _saves(training, now_unix)
+    if platform.state is not JobState.RUNNING:
+        return [saves] if saves is not None and platform.state in _ENDED_EARLY else []
+    found: list[Finding | None] = []
+    if platform.suspended:
         text = "it is suspended: its processes are stopped where they are"
-        fix = facts.platform.words
-        suspended = Finding(kind=FindingKind.SUSPENDED, text=text, how_to_fix=fix)
-    if facts.problem:
-        text = f"its record cannot be read now, so its progress is unknown: {facts.problem}"
-        away = Finding(kind=FindingKind.RECORD_AWAY, text=text)
-    if facts.platform.batch_host in lost:
+        found.append(Finding(FindingKind.SUSPENDED, text, platform.words))
+    found.append(_broke(platform, training))
+    if problem:
+        text = f"its record cannot be read now, so its progress is unknown: {problem}"
+        found.append(Finding(FindingKind.RECORD_AWAY, text))
+    elif training is not None and not platform.suspended:
+        found.append(_silence(run, platform.started, training, now_unix))
+    lost, there = _nodes(platform, training)
+    if platform.batch_host in lost:
         text = (
-            f"the batch host {facts.platform.batch_host} is lost, and the batch script with it: "
+            f"the batch host {platform.batch_host} is lost, and the batch script with it: "
             "the remaining nodes save before the time limit and requeue the job"
         )
-        batch_host = Finding(kind=FindingKind.BATCH_HOST_LOST, text=text)
-    found = [
-        suspended,
-        _broke(facts),
-        away,
-        None if suspended or away else _silence(facts, now_unix),
-        batch_host,
-        _lost(facts, lost, there),
-        _full(facts.disks),
-        saves,
-    ]
+        found.append(Finding(FindingKind.BATCH_HOST_LOST, text))
+    if lost:
+        fix = ""
+        if platform.nodes_lost and not nodes_return:
+            fix = (
+                "a node that comes back cannot rejoin this job; a requeue restores it: "
+                f"holdfast restart {run}"
+            )
+        verb = "is" if len(lost) == 1 else "are"
+        text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
+        found.append(Finding(FindingKind.NODES_LOST, text, fix))
+    found += [_full(disks), saves]
     return [finding for finding in found if finding is not None]
 
 
-def _broke(facts: RunFacts) -> Finding | None:
+def _broke(platform: JobStatus, training: TrainingStatus | None) -> Finding | None:
     """Return how the platform ended a node, or cannot start it; survived once a step follows."""
-    broke, platform = facts.platform.broke, facts.platform
-    steps = [] if facts.training is None else facts.training.steps
-    if broke is None or (steps and steps[-1].t > broke):
+    steps = [] if training is None else training.steps
+    if platform.broke is None or (steps and steps[-1].t > platform.broke):
         return None
     reason = platform.reason if platform.reason not in platform.words else ""
     text = f"{platform.words} ({reason})" if reason else platform.words
-    return Finding(kind=FindingKind.NODE_BROKE, text=text)
+    return Finding(FindingKind.NODE_BROKE, text)
 
 
 # --- silence ---------------------------------------------------------------------------------
 
 
-def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
-    training, started = facts.training, facts.platform.started
-    if training is None:
-        return None
+def _silence(
+    run: str, started: float | None, training: TrainingStatus, now_unix: float
+) -> Finding | None:
     since, elastic = training.last_unix, training.config.elastic
     if since is None or (started is not None and since < started - BEHIND_S):
         if started is None or now_unix - started <= elastic.start_ceiling_s:
             return None
         text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
-        fix = "see the job's own output"
-        return Finding(kind=FindingKind.NO_PROGRESS, text=text, how_to_fix=fix)
+        return Finding(FindingKind.NO_PROGRESS, text, "see the job's own output")
     if training.parked is not None or training.code is not None:
         return None
     if training.state == "training":
@@ -164,11 +164,8 @@ def _silence(facts: RunFacts, now_unix: float) -> Finding | None:
             limit_s = BEHIND_S + training.delay_s
     if now_unix - since <= limit_s:
         return None
-    return Finding(
-        kind=FindingKind.NO_PROGRESS,
-        text=what.format(span(now_unix - since)),
-        how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
-    )
+    fix = f"`holdfast stacks {run}` shows what each worker does"
+    return Finding(FindingKind.NO_PROGRESS, what.format(span(now_unix - since)), fix)
 
 
 def _step_due(
@@ -192,12 +189,11 @@ def _step_due(
 # --- nodes -----------------------------------------------------------------------------------
 
 
-def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
+def _nodes(platform: JobStatus, training: TrainingStatus | None) -> tuple[list[str], list[str]]:
     """Return the lost nodes, by the platform or the run's record, and the others.
 
     Their names are the run's; the platform may name the machine (on Kubernetes).
     """
-    training, platform = facts.training, facts.platform
     known: list[str] = []
     lost: list[str] = []
     hosts: dict[str, str] = {}
@@ -211,20 +207,6 @@ def _nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
     return lost, [name for name in known or platform.nodes if name not in lost]
 
 
-def _lost(facts: RunFacts, lost: Sequence[str], there: Sequence[str]) -> Finding | None:
-    if not lost:
-        return None
-    verb = "is" if len(lost) == 1 else "are"
-    text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
-    how_to_fix = ""
-    if facts.platform.nodes_lost and not facts.nodes_return:
-        how_to_fix = (
-            "a node that comes back cannot rejoin this job; a requeue restores it: "
-            f"holdfast restart {facts.run}"
-        )
-    return Finding(kind=FindingKind.NODES_LOST, text=text, how_to_fix=how_to_fix)
-
-
 # --- storage ---------------------------------------------------------------------------------
 
 
@@ -235,11 +217,8 @@ def _full(disks: Iterable[DiskSpace]) -> Finding | None:
     left = min(disk.free_bytes for disk in full)
     what = f"{left / 2**20:.1f} MiB are left" if left < LEAST_BYTES else "no file can be added"
     paths = " and ".join(dict.fromkeys(disk.path for disk in full))
-    return Finding(
-        kind=FindingKind.DISK_FULL,
-        text=f"the disk of {paths} is full ({what}): saves and the record of the run fail there",
-        how_to_fix="free some space; the next save tries again",
-    )
+    text = f"the disk of {paths} is full ({what}): saves and the record of the run fail there"
+    return Finding(FindingKind.DISK_FULL, text, "free some space; the next save tries again")
 
 
 def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
@@ -252,10 +231,8 @@ def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
         newest = f"the newest checkpoint is of step {good.step}, {span(now_unix - good.t_unix)} old"
     reason = str(failed[-1].fields.get("reason") or "no reason was written")
     how_often = "" if len(failed) == 1 else f" {times(len(failed))} in a row"
-    return Finding(
-        kind=FindingKind.SAVES_FAIL,
-        text=f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}",
-    )
+    text = f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}"
+    return Finding(FindingKind.SAVES_FAIL, text)
 
 
 # -- Names and times for people -------------------------------------------------------------------

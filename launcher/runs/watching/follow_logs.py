@@ -34,15 +34,19 @@ _LONGEST_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which logs are wanted. Nothing chosen: the job's own output, rank 0 and all events."""
+    """Which lines of which logs are wanted; by default the job's own output, rank 0, all events."""
 
     ranks: frozenset[int] = frozenset()
     nodes: frozenset[str] = frozenset()
     every_rank: bool = False
+    since_unix: float | None = None
+    """Omit lines known to be older; a line is no newer than the lines after it."""
+    pattern: re.Pattern[str] | None = None
+    """Omit lines in which it is not found."""
 
     @property
     def is_default(self) -> bool:
-        """Nothing was chosen."""
+        """No log was chosen."""
         return not (self.ranks or self.nodes or self.every_rank)
 
     def wants_rank(self, node: str, rank: int) -> bool:
@@ -65,6 +69,12 @@ class Selection:
             return True
         return not self.ranks or worker_rank(event) in self.ranks
 
+    def wants_line(self, line: Line, latest_unix: float) -> bool:
+        """Whether `line`, which was written at `latest_unix` or before, is wanted."""
+        if self.since_unix is not None and latest_unix < self.since_unix:
+            return False
+        return self.pattern is None or self.pattern.search(line.text) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -77,26 +87,8 @@ class Line:
     """When it was written; None: nobody knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineFilter:
-    """Which of the selected lines are shown."""
-
-    since_unix: float | None = None
-    """Omit lines known to be older; a line is no newer than the lines after it."""
-    pattern: re.Pattern[str] | None = None
-    """Omit lines in which it is not found."""
-
-    def wants(self, line: Line, latest_unix: float) -> bool:
-        """Whether to show `line`, which was written at `latest_unix` or before."""
-        if self.since_unix is not None and latest_unix < self.since_unix:
-            return False
-        return self.pattern is None or self.pattern.search(line.text) is not None
-
-
 @dataclass(slots=True)
 class _File:
-    """A log that is being read."""
-
     label: str
     offset: int = 0
     rest: bytes = b""
@@ -110,11 +102,7 @@ class _File:
 class LogReader:
     """Returns what is new in the logs and the record of a run.
 
-    Args:
-        run_dir: the run.
-        selection: which logs.
-        output_files: returns the files with the platform's own output of the job.
-        only: which lines are shown.
+    `output_files` returns the files with the platform's own output of the job.
     """
 
     def __init__(
@@ -122,9 +110,7 @@ class LogReader:
         run_dir: Path,
         selection: Selection,
         output_files: Callable[[], Iterable[Path]] = tuple,
-        only: LineFilter | None = None,
     ) -> None:
-        self._only = only or LineFilter()
         self._logs, self._selection, self._output = run_dir / "logs", selection, output_files
         self._record = RunRecord(run_dir)
         self._files: dict[str, _File] = {}
@@ -145,10 +131,10 @@ class LogReader:
         """
         pieces: list[tuple[float, list[Line]]] = []
         for event in self._record.poll():
-            text = event_line(event) if self._selection.wants_event(event) else None
+            text = _event_line(event) if self._selection.wants_event(event) else None
             if text is not None:
                 said = Line(_label(event), f"-- {text}", event.t_unix)
-                if self._only.wants(said, event.t_unix):
+                if self._selection.wants_line(said, event.t_unix):
                     pieces.append((event.t_unix, [said]))
         for path, file in self._files.items():
             t_unix, lines = _read(path, file, last=last)
@@ -168,7 +154,7 @@ class LogReader:
         wanted, latest = [], t_unix
         for line, own in zip(reversed(found), reversed(owns), strict=True):
             latest = own or latest  # earlier lines were written before
-            if self._only.wants(line, latest):
+            if self._selection.wants_line(line, latest):
                 wanted.append(line)
         return wanted[::-1]
 
@@ -203,8 +189,7 @@ def _own_time(line: str) -> float | None:
         return None
 
 
-def event_line(event: Event) -> str | None:
-    """Return what a log says about `event`; None: nothing."""
+def _event_line(event: Event) -> str | None:
     fields = event.fields
     match event.event:
         case "step.completed" | "script.progress":

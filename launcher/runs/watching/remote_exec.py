@@ -211,12 +211,7 @@ class Stacks:
 def take_stacks(
     running: RunningJob, *, ranks: Sequence[int] = (), commands: Commands | None = None
 ) -> Stacks:
-    """Ask the workers of a running job what they do; nothing is stopped.
-
-    Args:
-        running: the job.
-        ranks: empty: all.
-        commands: None: this machine's.
+    """Ask the workers of a running job, all or those of `ranks`, what they do; none is stopped.
 
     Raises:
         UserError: HF662 a rank does not run; HF650 srun is not there.

@@ -23,7 +23,6 @@ from launcher.runs.watching.findings import (
     DiskSpace,
     Finding,
     FindingKind,
-    RunFacts,
     findings,
     names,
     times,
@@ -55,15 +54,15 @@ class RunStatus:
     def findings(self, now_unix: float) -> list[Finding]:
         """Return what is wrong with it while it runs, the gravest first."""
         target = TARGETS.get(self.target)
-        facts = RunFacts(
-            run=self.run.shown,
-            platform=self.platform,
-            training=self.training,
+        return findings(
+            self.run.shown,
+            self.platform,
+            self.training,
             problem=self.problem,
             disks=self.disks,
             nodes_return=target is None or target.nodes_return,
+            now_unix=now_unix,
         )
-        return findings(facts, now_unix=now_unix)
 
     @property
     def state(self) -> JobState:
@@ -136,7 +135,6 @@ def _ask(
 
 
 def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, one: bool) -> str:
-    """Fetch the run's files; return why that failed, or nothing."""
     away = status.state is JobState.UNKNOWN and status.reason != NO_SUCH_JOB
     if target not in backends or away or not (one or status.state is JobState.RUNNING):
         return ""
@@ -187,7 +185,7 @@ def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
         nodes=training.members,
         source="record",
     )
-    wrong = findings(RunFacts(run="", platform=runs, training=training), now_unix=time.time())
+    wrong = findings("", runs, training, now_unix=time.time())
     if all(each.kind is not FindingKind.NO_PROGRESS for each in wrong):
         return runs
     return JobStatus(

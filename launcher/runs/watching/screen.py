@@ -256,7 +256,6 @@ def _curve(loss: Sequence[tuple[int, float]], width: int, height: int) -> list[T
 
 
 def _causes(picture: Picture, width: int) -> list[Text]:
-    """Return what GPU-time went to, as a bar and its parts."""
     shares = {
         cause: seconds / picture.spent.allocated
         for cause, seconds in picture.spent.by_cause.items()

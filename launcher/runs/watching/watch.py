@@ -110,7 +110,7 @@ class Watch:
             while True:
                 changed.clear()
                 status = self._ask()
-                if cancels:  # who reads logs may not
+                if cancels:  # a reader of logs may not cancel
                     self._end_if_none_starts(status)
                 missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
                 if status.state.is_final or missing >= _MISSING:
@@ -150,7 +150,6 @@ class Watch:
             )
 
     def _noticing(self) -> AbstractContextManager[threading.Event]:
-        """Return what tells that the platform should be asked now."""
         if isinstance(self.backend, ChangeFeed):
             return self.backend.noticing(current_job(self.run))
         return nullcontext(threading.Event())
@@ -162,7 +161,6 @@ class Watch:
         self._fetch_due = time.monotonic() + self.fetch_s
 
     def _ask(self) -> JobStatus:
-        """Ask the platform; say what is new."""
         job = current_job(self.run)
         try:
             status = self.backend.status([job])[job]
@@ -185,7 +183,7 @@ class Watch:
         self._wrong = frozenset(finding.kind for finding in found)
 
     def _tell(self, status: JobStatus) -> None:
-        """Say where the job stands, where that is new."""
+        """Say the job's state if it is new."""
         said = status.words or status.reason
         text = f"{status.state}: {said}" if said else str(status.state)
         if status.state is JobState.PENDING and status.expected_start is not None:

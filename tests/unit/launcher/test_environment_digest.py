@@ -15,7 +15,7 @@ from launcher.runs.submitting.environment import (
     changes,
     describe,
     load_environment,
-    record_environment,
+    note_environment,
     warn_if_changed,
 )
 from launcher.spec.errors import UserError
@@ -52,7 +52,7 @@ def run_dir(tmp_path):
 @pytest.fixture
 def recorded(run_dir, venv):
     """A run that has recorded the environment `venv`."""
-    record_environment(run_dir, describe(venv=venv, image=None))
+    note_environment(run_dir, describe(venv=venv, image=None))
     return run_dir
 
 
@@ -145,7 +145,7 @@ def test_images(tmp_path, run_dir):
     file = tmp_path / "image.sqsh"
     file.write_bytes(b"1" * 5_000_000)
     before = describe(venv=None, image=str(file))
-    record_environment(run_dir, before)
+    note_environment(run_dir, before)
     assert warn_if_changed(run_dir) == []
     file.write_bytes(b"2" * 5_000_000)
     assert ["image's digest" in text for text in warn_if_changed(run_dir)] == [True]

@@ -9,7 +9,7 @@ from synthetic_record import STEP_S, Stream, config_of
 
 from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, FindingKind, RunFacts, findings
+from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, FindingKind, findings
 
 NODES = ["n1", "n2", "n3", "n4"]
 RUNNING = JobStatus(state=JobState.RUNNING, nodes=tuple(NODES), batch_host="n1")
@@ -24,8 +24,8 @@ def found(stream, *, after=0.0, status=RUNNING, **facts):
     """Return kind -> finding, some seconds after the newest event."""
     training = None if stream is None else TrainingStatus(config_of(steps=900), stream.events)
     now = 2000.0 if stream is None else stream.t + after
-    known = RunFacts(run="one", platform=status, training=training, **facts)
-    return {finding.kind: finding for finding in findings(known, now_unix=now)}
+    said = findings("one", status, training, now_unix=now, **facts)
+    return {finding.kind: finding for finding in said}
 
 
 def test_nothing_is_wrong_with_a_job_that_trains():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.cli.logs import _since
 from launcher.runs.submitting.submit import sweep_tasks
 from launcher.runs.watching.findings import names, span, times
-from launcher.runs.watching.follow_logs import Line, LineFilter, LogReader, Selection
+from launcher.runs.watching.follow_logs import Line, LogReader, Selection
 from launcher.spec.errors import UserError
 
 
@@ -161,12 +161,10 @@ def test_what_is_older_or_does_not_match_is_left_out(tmp_path):
     write(tmp_path / "logs/1/node1/0.log", "1970-01-01T00:02:00Z a\n1970-01-01T00:10:00Z b\n")
     write(tmp_path / "logs/1/node2/0.log", "no time\n")
     write(tmp_path / "logs/1/node3/0.log", "older\n1970-01-01T00:02:00Z c\nof c, or newer\n")
-    since = LineFilter(since_unix=300)
-    found = LogReader(tmp_path, Selection(), tuple, since)
+    found = LogReader(tmp_path, Selection(since_unix=300))
     shown = {line.text for line in looks(found)}
     assert shown == {"1970-01-01T00:10:00Z b", "no time", "of c, or newer"}
-    only = LineFilter(pattern=re.compile("^n|old"))
-    found = LogReader(tmp_path, Selection(), tuple, only)
+    found = LogReader(tmp_path, Selection(pattern=re.compile("^n|old")))
     assert {line.text for line in looks(found)} == {"old", "no time", "older"}
 
 

@@ -219,9 +219,7 @@ def test_cancel_reads_in_the_record_how_a_job_ended_that_is_gone(slurm):
     trains(ends=91)
     [run] = find_runs(Path("runs"))
     backend, said = Answers(RUNNING, DELETED), []
-    canceller = cancelling.Canceller(
-        run=run, backend=backend, say=said.append, wait_s=5.0, sleep=lambda _: None
-    )
+    canceller = cancelling.Canceller(run, backend, said.append, sleep=lambda _: None)
     found = canceller.cancel(save=True)
     assert (found.status.state, found.saved, found.saved_step) == (JobState.SAVED, True, 3)
     assert backend.asked_to_save == 1

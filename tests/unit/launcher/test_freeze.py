@@ -97,7 +97,7 @@ def freeze(make_run):
 
 def freeze_run(run_dir, files, wall=time.time):
     frozen = freeze_code(run_dir, files, wall=wall)
-    use_code(run_dir, frozen, wall=wall)
+    use_code(run_dir, frozen)
     return frozen
 
 

@@ -29,7 +29,7 @@ def test_merges_writers_by_time_and_reads_only_what_is_new(tmp_path):
     record = RunRecord(tmp_path)
     assert record.poll() == []
     times = iter([1.0, 3.0, 5.0])
-    log = LauncherLog(tmp_path, "a", wall=lambda: next(times), mono=lambda: 0.0)
+    log = LauncherLog(tmp_path, "a", wall=lambda: next(times))
     log.emit("run.started", attempt=1, nodes=2)
     log.emit("fault.injected", action="kill-node", target="node1")
     (tmp_path / "events" / "b.jsonl").write_text(event(2.0).encode())
@@ -80,7 +80,7 @@ def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
 
 def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
     for writer in ("a", "b"):
-        log = LauncherLog(tmp_path, writer, wall=lambda: 50.0, mono=lambda: 0.0)
+        log = LauncherLog(tmp_path, writer, wall=lambda: 50.0)
         log.emit("member.evicted", member=writer)
         log.emit("member.lost", member="evicted")
     (tmp_path / "events" / "notes.txt").write_text('{"event":"member.evicted"}')
