@@ -15,7 +15,7 @@ import click
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
 from launcher.fleet import nodes as draining
 from launcher.fleet import nodes as ops
-from launcher.fleet.ledger import fleet_at
+from launcher.fleet.node_ledger import node_ledger_at
 from launcher.fleet.nodes import listed, machines_of
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.targets import target_named
@@ -65,7 +65,7 @@ def nodes() -> None:
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
     machines, away = _machines(target)
-    rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
+    rows = [row.to_json() for row in listed(node_ledger_at(fleet), machines, time.time())]
     if as_json:
         print_json(rows)
         return
@@ -98,7 +98,9 @@ def exclude(
     """
     for_s = None if duration is None else seconds("--for", duration)
     names = _names(nodes)
-    done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+    done = ops.exclude(
+        node_ledger_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time()
+    )
     _told(done, as_json=as_json)
 
 
@@ -131,7 +133,11 @@ def release(
     said = f"{reason} (not checked)" if force else reason
     names = _names(nodes)
     done = ops.release(
-        fleet_at(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+        node_ledger_at(fleet),
+        names,
+        check=None if force else check,
+        reason=said,
+        now_unix=time.time(),
     )
     _told(done, as_json=as_json)
 
@@ -143,7 +149,7 @@ def release(
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
     wanted = set(_names(nodes))
-    found = fleet_at(fleet).entries()
+    found = node_ledger_at(fleet).entries()
     entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
     _told(entries, as_json=as_json)
 
@@ -221,7 +227,7 @@ def drain(
     names = draining.named(nodes, platform.machines())
     done = draining.drain(
         platform,
-        fleet_at(fleet),
+        node_ledger_at(fleet),
         names,
         reason=reason,
         for_s=wait_s,

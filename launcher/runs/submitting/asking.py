@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
-from launcher.fleet.ledger import Fleet
+from launcher.fleet.node_ledger import NodeLedger
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
 from launcher.record.fleet import Standing, kept_off, standings
@@ -73,7 +73,7 @@ def ask_with_ledger(
     files: Bundle,
     *,
     spec: JobSpec | None,
-    ledger: Fleet | None,
+    ledger: NodeLedger | None,
     needed: int,
     excluded: Sequence[ExcludedMachine] = (),
     force: bool = False,
@@ -124,7 +124,7 @@ def ask_with_ledger(
     return replace(found, warnings=(*found.warnings, _warning("HF189", said)))
 
 
-def prepare_ledger(ledger: Fleet) -> list[Problem]:
+def prepare_ledger(ledger: NodeLedger) -> list[Problem]:
     """Make the ledger's ConfigMap, should it be missing; return why that failed."""
     try:
         ledger.prepare()
@@ -136,7 +136,7 @@ def prepare_ledger(ledger: Fleet) -> list[Problem]:
 def _of_ledger(
     backend: Backend,
     files: Bundle,
-    ledger: Fleet | None,
+    ledger: NodeLedger | None,
     *,
     needed: int,
     known: Collection[str],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import KUBERNETES
-from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
+from launcher.fleet.node_ledger import FOLDER, NodeLedger, node_ledger_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
 from launcher.platforms.base import Backend, JobRef, Machines
@@ -206,7 +206,7 @@ def submit(
     return Submitted(job=job, runs=runs, warnings=tuple(warnings))
 
 
-def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
+def _ledger(prepared: PreparedSubmission, backend: Backend) -> NodeLedger | None:
     """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
     if not isinstance(backend, Machines):
         return None
@@ -214,7 +214,7 @@ def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
     named = json.loads(prepared.files_of(first)[run_dirs.JOB_JSON]).get("fleet")
     place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
     _take_over(prepared, backend, place)
-    return fleet_at(place, lambda: backend.register_server(prepared.files))
+    return node_ledger_at(place, lambda: backend.register_server(prepared.files))
 
 
 def _take_over(prepared: PreparedSubmission, backend: Backend, place: str) -> None:
