@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+
+from elastic_trainer.storage.files import beside
 
 
 class DataError(Exception):
@@ -147,12 +148,9 @@ def publishing(target: Path) -> Iterator[BinaryIO]:
         OSError: the file cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temp = target.parent / f".{target.stem}-{uuid.uuid4().hex}"
-    try:
+    with beside(target) as temp:
         with temp.open("xb") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
         temp.replace(target)
-    finally:
-        temp.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import click
 
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
 from launcher.fleet import nodes as ops
-from launcher.fleet.ledger import fleet_at
+from launcher.fleet.node_ledger import node_ledger_at
 from launcher.platforms.base import Machine
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.targets import target_named
@@ -59,7 +59,7 @@ def nodes() -> None:
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
     machines, away = _machines(target)
-    rows = [row.to_json() for row in ops.listed(fleet_at(fleet), machines, time.time())]
+    rows = [row.to_json() for row in ops.listed(node_ledger_at(fleet), machines, time.time())]
     if as_json:
         print_json(rows)
         return
@@ -92,7 +92,9 @@ def exclude(
     """
     for_s = None if duration is None else seconds("--for", duration)
     names = _names(nodes)
-    done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+    done = ops.exclude(
+        node_ledger_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time()
+    )
     _told(done, as_json=as_json)
 
 
@@ -125,7 +127,11 @@ def release(
     said = f"{reason} (not checked)" if force else reason
     names = _names(nodes)
     done = ops.release(
-        fleet_at(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+        node_ledger_at(fleet),
+        names,
+        check=None if force else check,
+        reason=said,
+        now_unix=time.time(),
     )
     _told(done, as_json=as_json)
 
@@ -137,7 +143,7 @@ def release(
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
     wanted = set(_names(nodes))
-    found = fleet_at(fleet).entries()
+    found = node_ledger_at(fleet).entries()
     entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
     _told(entries, as_json=as_json)
 
@@ -215,7 +221,7 @@ def drain(
     names = ops.named(nodes, platform.machines())
     done = ops.drain(
         platform,
-        fleet_at(fleet),
+        node_ledger_at(fleet),
         names,
         reason=reason,
         for_s=wait_s,

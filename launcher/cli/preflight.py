@@ -22,7 +22,7 @@ from launcher.cli.common import (
 )
 from launcher.cli.nodes import fleet_option
 from launcher.cli.terminal import print_table
-from launcher.fleet.ledger import fleet_at
+from launcher.fleet.node_ledger import node_ledger_at
 from launcher.fleet.nodes import note_failed, note_moved
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.fleet.preflight.report import Expected, NodeReport
@@ -114,7 +114,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
         reports = round_.collectives(reports)
     out = []
     if target == "slurm":
-        ledger, now = fleet_at(fleet), time.time()
+        ledger, now = node_ledger_at(fleet), time.time()
         out = [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
     failed = [report for report in reports if report.level == "fail"]
     if not failed:

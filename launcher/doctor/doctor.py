@@ -173,10 +173,14 @@ def _files_of(root: Path) -> Iterator[Path]:
         yield from sorted(path for path in root.rglob("*") if path.is_file())
         return
     yield from sorted(path for path in root.glob("*") if path.suffix in (".out", ".err", ".log"))
-    logs = root / "logs"
-    attempts = [path for path in logs.glob("*") if ATTEMPT.fullmatch(path.name)]
-    newest = max(attempts, key=lambda path: attempt_order(path.name), default=logs)
+    newest = newest_logs(root) or root / "logs"
     yield from sorted(path for path in newest.rglob("*") if path.is_file())
+
+
+def newest_logs(run_dir: Path) -> Path | None:
+    """Return the folder with the logs of the newest attempt, if there is one."""
+    attempts = [path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)]
+    return max(attempts, key=lambda path: attempt_order(path.name), default=None)
 
 
 def _read(path: Path, root: Path, number: int) -> Scanned:

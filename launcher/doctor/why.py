@@ -19,11 +19,10 @@ from elastic_trainer.record.failures import (
     one_line,
 )
 from elastic_trainer.storage.files import open_regular
-from launcher.doctor.doctor import run_failures
+from launcher.doctor.doctor import newest_logs, run_failures
 from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobState
 from launcher.record import stop_request
 from launcher.record.event import describe, named, worker_rank
-from launcher.record.run_files import ATTEMPT, attempt_order
 from launcher.record.status import TrainingStatus
 from launcher.runs.watching.findings import Finding, FindingKind, when
 from launcher.runs.watching.run_status import RunStatus, headline, platform_text
@@ -227,10 +226,9 @@ def _how_to_fix(code: int, status: RunStatus) -> str:
 
 def _worker_log(run_dir: Path, failed: Event) -> Path | None:
     """Return the log that shows why a worker failed: its own, else that of its node's agent."""
-    attempts = [path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)]
-    if not attempts or failed.node is None:
+    logs = newest_logs(run_dir)
+    if logs is None or failed.node is None:
         return None
-    logs = max(attempts, key=lambda path: attempt_order(path.name))
     paths = (
         logs / failed.node / f"{worker_rank(failed)}.log",
         logs / failed.node / "agent.log",

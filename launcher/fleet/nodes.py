@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.plan.gpus import uuids_in
-from launcher.fleet.ledger import Fleet, writer
+from launcher.fleet.node_ledger import NodeLedger, writer
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.fleet.preflight.report import Expected, NodeReport
 from launcher.platforms.base import Backend, Machine, Machines
@@ -61,7 +61,7 @@ def machines_of(backend: Backend) -> Machines:
     return backend
 
 
-def listed(fleet: Fleet, machines: Sequence[Machine], now_unix: float) -> list[Row]:
+def listed(fleet: NodeLedger, machines: Sequence[Machine], now_unix: float) -> list[Row]:
     """Return the machines that ledger or platform hold something against, by name."""
     held = standings(fleet.entries(), now_unix)
     there = {machine.name: machine for machine in machines}
@@ -73,7 +73,7 @@ def listed(fleet: Fleet, machines: Sequence[Machine], now_unix: float) -> list[R
 
 
 def exclude(
-    fleet: Fleet, names: Sequence[str], *, reason: str, for_s: float | None, now_unix: float
+    fleet: NodeLedger, names: Sequence[str], *, reason: str, for_s: float | None, now_unix: float
 ) -> list[Entry]:
     """Put machines out, for `for_s` seconds or until they are released.
 
@@ -96,7 +96,7 @@ class Checked:
 
 
 def release(
-    fleet: Fleet,
+    fleet: NodeLedger,
     names: Sequence[str],
     *,
     check: Callable[[Sequence[str]], Checked] | None,
@@ -137,7 +137,7 @@ def release(
 
 
 def _add(
-    fleet: Fleet, entry: Callable[..., Entry], targets: Iterable[tuple[str, str]]
+    fleet: NodeLedger, entry: Callable[..., Entry], targets: Iterable[tuple[str, str]]
 ) -> list[Entry]:
     """Add an entry for each of `targets`: machines, each with a GPU or none."""
     entries = [entry(machine=machine, gpu=gpu) for machine, gpu in targets]
@@ -170,7 +170,7 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     return Checked(failed=failed, gpus={report.node: _seen(report) for report in reports})
 
 
-def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
+def note_failed(fleet: NodeLedger, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
     """Put out machines that preflight found unfit, if fewer than half are; return the entries.
 
     A fault that more of them share is not a machine's. One that has not answered in time may only
@@ -192,7 +192,7 @@ def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) ->
     return entries
 
 
-def note_moved(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
+def note_moved(fleet: NodeLedger, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
     """Hold against machines what is held against GPUs that have come to them; return the entries.
 
     Raises:
@@ -258,7 +258,7 @@ def named(texts: Sequence[str], machines: Sequence[Machine]) -> list[str]:
 
 def drain(
     platform: Machines,
-    fleet: Fleet,
+    fleet: NodeLedger,
     names: Sequence[str],
     *,
     reason: str,

@@ -24,7 +24,7 @@ from elastic_trainer.record.failures import (
     EXIT_TOO_FEW_NODES,
 )
 from elastic_trainer.storage.files import read_json
-from launcher.fleet.ledger import fleet_at, place_for
+from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.node.attempt import (
     Attempt,
     board_of,
@@ -378,7 +378,7 @@ def carry_out(
 def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
     """Return the nodes that the fleet's ledger, updated from the run, keeps this run off."""
     try:
-        fleet = fleet_at(place_for(attempt.run_dir))
+        fleet = node_ledger_at(place_for(attempt.run_dir))
         fleet.harvest(attempt.run_dir, since_unix=since)
         held = standings(fleet.entries(), time.time())
         if not any(each.is_out for each in held.values()):

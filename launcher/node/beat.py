@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.storage.files import look_afresh, read_json, write_json
-from launcher.fleet.ledger import Fleet, fleet_at, place_for
+from launcher.fleet.node_ledger import NodeLedger, node_ledger_at, place_for
 from launcher.node.attempt import Attempt, say
 from launcher.node.decide import EXIT_LEFT, a_few
 from launcher.platforms.commands import Commands, SystemCommands
@@ -196,7 +196,7 @@ class Strikes:
 
     def _serve(self) -> None:
         try:
-            fleet = fleet_at(place_for(self._run_dir), self._server)
+            fleet = node_ledger_at(place_for(self._run_dir), self._server)
         except FileNotFoundError:
             return  # it has no token: the launcher does this, when it fetches the record
         except (HoldfastError, ValueError) as error:
@@ -215,7 +215,7 @@ class Strikes:
 
         return ApiServer.of_pod(self._env)
 
-    def _look(self, fleet: Fleet) -> None:
+    def _look(self, fleet: NodeLedger) -> None:
         try:
             fleet.harvest(self._run_dir, since_unix=self._since, newest=True, only=self._only)
         except HoldfastError as error:

@@ -84,7 +84,7 @@ class Pod:
                 lease_job=None if state.lease is None else state.lease.job,
                 ended_job=None if state.ended is None else state.ended.job,
             )
-            attempt = self._attempt(number)
+            attempt = Attempt(self._run_dir, self._who.job, number)
             code = self._begin(attempt, config, state)
             if code is None and self._is_one_too_many():
                 code = EXIT_DO_NOT_RESTART
@@ -145,15 +145,12 @@ class Pod:
     def _board(self) -> BoardState:
         return await_board(self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS)
 
-    def _attempt(self, number: int) -> Attempt:
-        return Attempt(self._run_dir, self._who.job, number)
-
     def _begin(self, attempt: Attempt, config: TrainConfig, state: BoardState) -> int | None:
         """Decide whether the job may start; None: continue, else the code of the container.
 
         A pod that comes back to a job that continues is not asked: budgets are for starts.
         """
-        _how_it_ended(self._attempt(attempt.restart - 1), state)
+        _how_it_ended(Attempt(self._run_dir, self._who.job, attempt.restart - 1), state)
         live = state.lease is not None and state.lease.job == attempt.name
         if not live or state.finished:
             code = decide(attempt, config, state).code

@@ -43,7 +43,7 @@ from typing import Any
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_SAVED
-from elastic_trainer.record.ledger_audit import LedgerAudit
+from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
@@ -56,7 +56,7 @@ def summarise(
     events: Sequence[Event],
     *,
     config: TrainConfig | None = None,
-    audit: LedgerAudit | None = None,
+    audit: SampleAudit | None = None,
     code: int | None = None,
 ) -> dict[str, Any]:
     """Return what summary.json holds, as defined at the top of this module.

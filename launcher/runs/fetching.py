@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_trainer.board.open_board import KUBERNETES
-from launcher.fleet.ledger import fleet_at, place_for
+from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.platforms.base import Backend, JobRef, Machines
 from launcher.spec.errors import HoldfastError, UserError
 
@@ -33,7 +33,7 @@ def fetched(backend: Backend, job: JobRef) -> str:
     if not place.startswith(KUBERNETES) or not isinstance(backend, Machines):
         return ""
     try:
-        fleet_at(place, lambda: backend.register_server(job)).harvest(
+        node_ledger_at(place, lambda: backend.register_server(job)).harvest(
             Path(job.run_dir), newest=True
         )
     except HoldfastError as error:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from elastic_trainer.storage.files import read_json, read_regular, write_json
 from elastic_trainer.storage.typed import parse_json
-from launcher.fleet.ledger import writer
+from launcher.fleet.node_ledger import writer
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.installed import installed_version
 from launcher.record.files import note_event

@@ -44,7 +44,7 @@ from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.events import Event
-from elastic_trainer.record.ledger_audit import LedgerAudit, audit
+from elastic_trainer.record.sample_ledger import SampleAudit, audit
 from elastic_trainer.train import main as train
 from elastic_trainer.worker import rank_grid
 from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Request
@@ -275,7 +275,7 @@ class Run:
         """Return step -> field `key` of its last execution."""
         return {e.step: e.fields[key] for e in self.events("step.completed") if e.step is not None}
 
-    def audit(self) -> LedgerAudit:
+    def audit(self) -> SampleAudit:
         """Return the ledger's account."""
         files = [p.read_text().splitlines() for p in sorted((self.path / "ledger").iterdir())]
         return audit(files, global_batch=self.config.train.global_batch)

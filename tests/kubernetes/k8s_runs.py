@@ -14,7 +14,7 @@ from k8s_cluster import KINDS, Cluster
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import EVENTS
-from elastic_trainer.record.ledger_audit import LedgerAudit
+from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.plan.search import plan
 from launcher.platforms.targets import target_named
 from launcher.render.kubernetes_names import (
@@ -188,7 +188,7 @@ class K8sRun:
         newest = max(folder.glob("v*"))
         return BoardState.decode(newest.read_bytes().partition(b"\n")[2])
 
-    def audit(self) -> LedgerAudit:
+    def audit(self) -> SampleAudit:
         """Return the ledger's account of samples."""
         found = audit_ledger(self.path, self.config)
         assert found is not None, self.story()

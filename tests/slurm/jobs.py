@@ -14,7 +14,7 @@ from cluster import SlurmCluster, until
 from tiny_run import LOSS_REL, TEXT
 
 from elastic_trainer.plan.config import TrainConfig
-from elastic_trainer.record.ledger_audit import LedgerAudit
+from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.cli.main import run_cli
 from launcher.plan.search import plan
 from launcher.render.sbatch import render_slurm
@@ -87,7 +87,7 @@ class TinyRun:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story()}") from None
 
-    def audit(self) -> LedgerAudit:
+    def audit(self) -> SampleAudit:
         """Return the ledger's account."""
         found = audit_ledger(self.path, self.config)
         assert found is not None, self.story()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.fleet.ledger import Fleet
+from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.preflight.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -101,4 +101,4 @@ def test_a_node_whose_network_fails_is_found_and_kept_off(slurm):
     levels = {node["node"]: node["findings"][-1]["level"] for node in answer["nodes"]}
     assert levels == {name: "fail" if name == "n3" else "ok" for name in slurm.names}, err
     assert code == 1
-    assert [entry.machine for entry in Fleet(ledger).entries()] == ["n3"]
+    assert [entry.machine for entry in NodeLedger(ledger).entries()] == ["n3"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
-from elastic_trainer.record.ledger_audit import LedgerAudit, audit
+from elastic_trainer.record.sample_ledger import SampleAudit, audit
 from elastic_trainer.storage.files import read_regular, write_json
 from launcher.platforms.background import SUMMARY
 from launcher.record import timeline
@@ -201,7 +201,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_json(run_dir / SUMMARY, summary, indent=1)
 
 
-def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
+def audit_ledger(run_dir: Path, config: TrainConfig) -> SampleAudit | None:
     """Return the ledger's account of samples; None: no ledger was written."""
     files = sorted((run_dir / "ledger").glob("*.jsonl"))
     if not files:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
-from launcher.fleet.ledger import Fleet
+from launcher.fleet.node_ledger import NodeLedger
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
 from launcher.record.fleet import Standing, kept_off, standings
@@ -69,7 +69,7 @@ def ask_with_ledger(
     files: Bundle,
     *,
     spec: JobSpec | None,
-    ledger: Fleet | None,
+    ledger: NodeLedger | None,
     needed: int,
     excluded: Sequence[ExcludedMachine] = (),
     force: bool = False,
@@ -117,7 +117,7 @@ def ask_with_ledger(
     return replace(found, warnings=(*found.warnings, _warning("HF189", said)))
 
 
-def prepare_ledger(ledger: Fleet) -> tuple[Problem, ...]:
+def prepare_ledger(ledger: NodeLedger) -> tuple[Problem, ...]:
     """Make the ledger's ConfigMap if it is missing; return why that failed."""
     try:
         ledger.prepare()
@@ -127,7 +127,7 @@ def prepare_ledger(ledger: Fleet) -> tuple[Problem, ...]:
 
 
 def _kept_off(
-    backend: Machines, files: Bundle, ledger: Fleet, *, needed: int, now_unix: float
+    backend: Machines, files: Bundle, ledger: NodeLedger, *, needed: int, now_unix: float
 ) -> list[Standing]:
     held = standings(ledger.entries(), now_unix)
     if not any(each.is_out for each in held.values()):

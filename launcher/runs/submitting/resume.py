@@ -14,7 +14,7 @@ from typing import Final
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.storage.files import write_atomic
-from launcher.fleet.ledger import fleet_at, place_for
+from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.plan.search import plan
 from launcher.platforms.base import Backend, JobRef, JobState, JobStatus, Machines
 from launcher.platforms.targets import target_named
@@ -175,7 +175,7 @@ def _answer(
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
     ledger = None
     if isinstance(backend, Machines):
-        ledger = fleet_at(place_for(runs[0].path), lambda: backend.register_server(files))
+        ledger = node_ledger_at(place_for(runs[0].path), lambda: backend.register_server(files))
         for run in runs:
             with contextlib.suppress(UserError, PlatformError):  # the answer says what is wrong
                 ledger.harvest(run.path)

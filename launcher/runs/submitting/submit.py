@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.open_board import KUBERNETES
-from launcher.fleet.ledger import FOLDER, Fleet, fleet_at
+from launcher.fleet.node_ledger import FOLDER, NodeLedger, node_ledger_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan
 from launcher.platforms.base import Backend, JobRef, JobState, Machines
@@ -203,7 +203,7 @@ def submit(
     return Submitted(job=job, runs=runs, warnings=warnings)
 
 
-def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
+def _ledger(prepared: PreparedSubmission, backend: Backend) -> NodeLedger | None:
     """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
     if not isinstance(backend, Machines):
         return None
@@ -221,7 +221,7 @@ def _ledger(prepared: PreparedSubmission, backend: Backend) -> Fleet | None:
         for job, status in backend.status(jobs).items():
             if status.state is JobState.RUNNING:
                 fetched(backend, job)
-    return fleet_at(place, lambda: backend.register_server(prepared.files))
+    return node_ledger_at(place, lambda: backend.register_server(prepared.files))
 
 
 def _refuse_other_requests(tasks: Sequence[tuple[JobSpec, Plan]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.fleet.ledger import Fleet
+from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.nodes import drain, named
 from launcher.node.attempt import Attempt
 from launcher.node.beat import Drains, asked_to_leave
@@ -56,7 +56,7 @@ class Platform:
 
 @pytest.mark.process
 def test_a_drain_tells_the_platform_and_is_on_record(tmp_path):
-    platform, fleet = Platform(), Fleet(tmp_path / "fleet")
+    platform, fleet = Platform(), NodeLedger(tmp_path / "fleet")
     about = {"reason": "fan", "now_unix": 1e9, "say": lambda _: None}
     done = drain(platform, fleet, ["n1", "n2"], for_s=2.5, **about)
     assert (done.left, done.waiting) == (("n1",), {"n2": "mixed"})

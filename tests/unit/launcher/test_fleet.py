@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.record.events import Event
 from launcher.cli.main import run_cli
-from launcher.fleet.ledger import MOST_BYTES, Fleet, fleet_at, place_for
+from launcher.fleet.node_ledger import MOST_BYTES, NodeLedger, node_ledger_at, place_for
 from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
 from launcher.fleet.preflight.report import CheckResult, NodeReport
 from launcher.platforms.base import Machine
@@ -153,7 +153,7 @@ def test_a_straggler_and_one_readmitted():
 
 def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path):
     folder = tmp_path / "fleet"
-    fleet = Fleet(folder, wall=lambda: NOW)
+    fleet = NodeLedger(folder, wall=lambda: NOW)
     assert fleet.entries() == []
     assert fleet.add(entry(), entry("n9")) == [entry(), entry("n9")]
     assert fleet.add(entry()) == []
@@ -173,7 +173,7 @@ def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path)
 def test_a_ledger_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "fleet").write_text("a file")
     with pytest.raises(UserError, match="HF690"):
-        Fleet(tmp_path / "fleet").add(entry())
+        NodeLedger(tmp_path / "fleet").add(entry())
 
 
 @pytest.mark.parametrize("newest", [False, True])
@@ -183,11 +183,11 @@ def test_a_runs_record_is_harvested_once(tmp_path, newest):
     log.emit("member.evicted", member="n1", host="n1", reason="XID 79", kind="node_fault")
     log.emit("step.completed", step=3)
     assert place_for(run) == str(tmp_path / "runs" / "fleet")
-    fleet = fleet_at(place_for(run), wall=lambda: NOW)
+    fleet = node_ledger_at(place_for(run), wall=lambda: NOW)
     [found] = fleet.harvest(run, newest=newest)
     assert (found.machine, found.verdict, found.run) == ("n1", "out", "one")
     assert fleet.harvest(run, newest=newest) == []
-    another = fleet_at(place_for(run), wall=lambda: NOW)
+    another = node_ledger_at(place_for(run), wall=lambda: NOW)
     assert another.harvest(run, newest=newest) == []
     assert another.harvest(run, since_unix=NOW + 1, newest=newest) == []
     (run / "job.json").write_text('{"fleet": "/shared/fleet"}')
@@ -199,7 +199,7 @@ def test_a_pod_reads_its_own_record_only(tmp_path):
     for name in ("n1", "n2"):
         log = LauncherLog(run, f"agent-{name}", wall=lambda: NOW)
         log.emit("member.evicted", member=name, host=name, reason="XID 79", kind="node_fault")
-    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     [found] = fleet.harvest(run, newest=True, only="agent-n2")
     assert found.machine == "n2"
 
@@ -227,7 +227,7 @@ class Register:
 
 def test_a_ledger_in_a_register_keeps_what_several_write_at_once():
     register = Register()
-    mine, theirs = (Fleet(register, wall=lambda: NOW) for _ in range(2))
+    mine, theirs = (NodeLedger(register, wall=lambda: NOW) for _ in range(2))
     others = [entry("n2"), entry("n3")]
     register.meanwhile = lambda: others and theirs.add(others.pop())
     assert mine.add(entry()) == [entry()]
@@ -252,7 +252,7 @@ def test_who_never_gets_to_write_is_told():
 
     register.meanwhile = others
     with pytest.raises(UserError, match="HF690"):
-        Fleet(register, wall=lambda: NOW).add(entry())
+        NodeLedger(register, wall=lambda: NOW).add(entry())
 
 
 def test_a_full_ledger_forgets_what_no_longer_counts_first():
@@ -329,7 +329,7 @@ def ask(fleet, needed=3):
 
 
 def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
-    fleet = Fleet(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet")
     assert ask(fleet) == ([], [])
     fleet.add(entry("n5", Verdict.OUT))
     assert ask(fleet) == (["n5"], ["HF188"])
@@ -348,7 +348,7 @@ def report(node, level, **more):
 
 
 def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path):
-    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     good = [report(f"n{k}", "ok", seen=(GPUS[k],)) for k in (1, 2)]
     assert note_moved(fleet, good, NOW) == []
     bad = CheckResult(check="kernel", level="fail", text="XID 79", gpus=(GPUS[0],))
@@ -363,7 +363,7 @@ def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path
 
 
 def test_preflight_puts_out_the_few_that_fail(tmp_path):
-    fleet = Fleet(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet")
     good = [report(f"n{k}", "ok") for k in (1, 2)]
     assert note_failed(fleet, [*good, report("n3", "fail"), report("n4", "fail")], NOW) == []
     [found] = note_failed(fleet, [*good, report("n3", "fail")], NOW)
@@ -372,7 +372,7 @@ def test_preflight_puts_out_the_few_that_fail(tmp_path):
 
 
 def test_all_are_released_or_none(tmp_path):
-    fleet = Fleet(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet")
     fleet.add(entry("n1", Verdict.OUT))
     about = {"reason": "repaired", "now_unix": NOW + 1}
     failed = Checked(failed={"n2": "gpus: 7 of 8"})
@@ -385,7 +385,7 @@ def test_all_are_released_or_none(tmp_path):
 
 
 def test_a_release_is_of_the_gpus_that_the_check_has_seen_there(tmp_path):
-    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     fleet.add(entry("n1", Verdict.OUT, gpu=GPUS[0]), entry("n1", Verdict.OUT, gpu=GPUS[1]))
     about = {"reason": "repaired", "now_unix": NOW + 1}
     checked = Checked(failed={}, gpus={"n1": {GPUS[0]}})
@@ -452,7 +452,7 @@ def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
 
 
 def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp_path):
-    run, fleet = tmp_path / "runs" / "one", Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    run, fleet = tmp_path / "runs" / "one", NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     log = LauncherLog(run, "n0", wall=lambda: NOW - 60)
     log.emit("agent.started", node="a", host="n1", gpus=GPUS)
     reason = f"NVRM: Xid (PCI:0000:4f:00): 79, GPU has fallen off the bus ({GPUS[2]})"
@@ -467,7 +467,7 @@ def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp
 
 
 def test_the_list_has_what_the_platform_says_too(tmp_path):
-    fleet = Fleet(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet")
     fleet.add(entry("n1", Verdict.OUT))
     machines = [
         Machine(name="n1"),
@@ -499,7 +499,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert [each["code"] for each in problems] == ["HF692"]
     run("release", "n1", "--force", "--to", "pytorchjob")
     assert [each["verdict"] for each in run("history", "n1")] == ["out", "release"]
-    assert out(*Fleet(tmp_path / "runs" / "fleet").entries(), now=told[0]["t_unix"] + 9) == {
+    assert out(*NodeLedger(tmp_path / "runs" / "fleet").entries(), now=told[0]["t_unix"] + 9) == {
         "n2",
         "n4",
     }

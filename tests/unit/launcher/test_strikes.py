@@ -10,7 +10,7 @@ from config_map_server import FIRST_TOKEN, serving
 from fake_api import kubeconfig
 
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
-from launcher.fleet.ledger import Fleet, fleet_at
+from launcher.fleet.node_ledger import NodeLedger, node_ledger_at
 from launcher.node.beat import Strikes
 from launcher.platforms.kubernetes.api import ApiPatience, connect
 from launcher.record.files import LauncherLog
@@ -60,7 +60,7 @@ def until(look):
 
 
 def test_it_looks_again_and_again_and_once_more_at_the_end(run):
-    fleet = Fleet(run.parent / "fleet")
+    fleet = NodeLedger(run.parent / "fleet")
     often = Strikes(run, {}, only="agent-a", every_s=0.05)
     often.start()
     emit(run, "n1")
@@ -112,17 +112,17 @@ def test_the_launcher_reads_and_writes_it_by_its_own_client(server, tmp_path):
     path.write_text(kubeconfig(url_of(server)).replace('"secret"', f'"{FIRST_TOKEN}"'))
     patience = ApiPatience(connect_s=2.0, read_s=5.0, retry_s=0.0)
     api = connect(env={"KUBECONFIG": str(path)}, patience=patience)
-    fleet = fleet_at(PLACE, lambda: api)
+    fleet = node_ledger_at(PLACE, lambda: api)
     assert fleet.entries() == []
     fleet.prepare()
     assert json.loads(server.objects[PATH]["data"]["state"]) == {"v": 1, "entries": []}
     run = tmp_path / "runs" / "one"
     emit(run, "n1")
     assert [each.machine for each in fleet.harvest(run)] == ["n1"]
-    assert machines(Fleet(KubernetesBoard(api, "train", "holdfast-fleet"))) == ["n1"]
+    assert machines(NodeLedger(KubernetesBoard(api, "train", "holdfast-fleet"))) == ["n1"]
     server.denied.add("GET")
     with pytest.raises(UserError, match="HF690"):
         fleet.entries()
     api.client.rest_client.pool_manager.clear()
     with pytest.raises(UserError, match="HF690"):
-        fleet_at("kubernetes://Train/x", lambda: api)
+        node_ledger_at("kubernetes://Train/x", lambda: api)

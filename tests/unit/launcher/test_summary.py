@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, config_of, storm
 
-from elastic_trainer.record.ledger_audit import LedgerAudit
+from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.doctor.why import Why
 from launcher.local.job import AttemptResult, closing_lines
 from launcher.platforms.base import JobState
@@ -151,7 +151,7 @@ def test_what_an_epoch_went_back_from_is_not_gone_back_from_again():
 
 def test_failures_of_the_storm():
     summary = summarise(
-        storm().events, audit=LedgerAudit(120, lost=0, repeated=2, steps_redone=2), code=0
+        storm().events, audit=SampleAudit(120, lost=0, repeated=2, steps_redone=2), code=0
     )
     node, coordinator = summary["failures"]
     assert (node["kind"], node["node"], node["step"], node["injected"]) == (

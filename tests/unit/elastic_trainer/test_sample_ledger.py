@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from elastic_trainer.record.ledger_audit import audit
+from elastic_trainer.record.sample_ledger import audit
 from elastic_trainer.train.feed import SampleLedger
 
 

@@ -1,4 +1,4 @@
-"""The fleet's ledger: entries that are only ever added, where all who submit can read them.
+"""The fleet's ledger of nodes: entries that are only ever added; all who submit read them.
 
 It is a folder on shared storage with one file for each entry, never changed: an entry is published
 by link(2) under a name that its content gives it (`atomic_file.publish`), so any number of writers
@@ -58,8 +58,8 @@ _WAY_OUT: Final = (
 )
 
 
-class Fleet:
-    """A ledger.
+class NodeLedger:
+    """What is held against the fleet's nodes.
 
     Args:
         place: a folder, which need not exist, or a register (a board), with nothing else in it.
@@ -159,19 +159,19 @@ def _current_cluster() -> Server:
     return connect()
 
 
-def fleet_at(
+def node_ledger_at(
     place: str,
     server: Callable[[], Server] = _current_cluster,
     *,
     wall: Callable[[], float] = time.time,
-) -> Fleet:
+) -> NodeLedger:
     """Return the ledger at a place: a folder, or `kubernetes://NAMESPACE/NAME`.
 
     Raises:
         UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.
     """
     if not place.startswith(KUBERNETES):
-        return Fleet(Path(place), wall=wall)
+        return NodeLedger(Path(place), wall=wall)
     # Late: who has a folder needs no HTTP and no TLS.
     from elastic_trainer.board.kubernetes_board import KubernetesBoard
 
@@ -179,7 +179,7 @@ def fleet_at(
         namespace, name = parse_address(place)
     except ValueError as error:
         raise UserError("HF690", f"cluster.fleet: {error}") from error
-    return Fleet(KubernetesBoard(server(), namespace, name), wall=wall)
+    return NodeLedger(KubernetesBoard(server(), namespace, name), wall=wall)
 
 
 def place_for(run_dir: Path) -> str:

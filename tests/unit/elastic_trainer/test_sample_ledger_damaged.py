@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data.index import micro_batch_samples
-from elastic_trainer.record.ledger_audit import LedgerAudit, audit
+from elastic_trainer.record.sample_ledger import SampleAudit, audit
 
 B = 4
 
@@ -27,56 +27,56 @@ def account(*files, start_step=0):
 
 
 def test_an_undisturbed_run_lost_and_repeated_nothing():
-    assert account(file(1, 0, whole(1), whole(2))) == LedgerAudit(2, 0, 0, 0)
+    assert account(file(1, 0, whole(1), whole(2))) == SampleAudit(2, 0, 0, 0)
 
 
 def test_a_run_that_starts_at_a_later_step_has_lost_nothing_before():
     files = file(1, 2, whole(3), whole(4)), file(2, 2, whole(3), whole(4), whole(5))
-    assert account(*files, start_step=2) == LedgerAudit(3, 0, 0, 2)
+    assert account(*files, start_step=2) == SampleAudit(3, 0, 0, 2)
     assert account(file(1, 2, whole(3)), start_step=0).lost == 2 * B
     assert account(file(1, 2, whole(4)), start_step=2).lost == B
-    assert account(file(1, 2), start_step=2) == LedgerAudit(0, 0, 0, 0)
+    assert account(file(1, 2), start_step=2) == SampleAudit(0, 0, 0, 0)
 
 
 def test_no_ledger_is_no_history():
-    assert account() == account([]) == LedgerAudit(0, 0, 0, 0)
+    assert account() == account([]) == SampleAudit(0, 0, 0, 0)
 
 
 def test_steps_after_the_restored_one_are_redone_and_count_once():
     first = file(1, 0, whole(1), whole(2), whole(3))
     again = file(2, 1, whole(2), whole(3), whole(4))
-    assert account(first, again) == LedgerAudit(4, 0, 0, 2)
-    assert account(again, first) == LedgerAudit(4, 0, 0, 2)  # the order of files says nothing
+    assert account(first, again) == SampleAudit(4, 0, 0, 2)
+    assert account(again, first) == SampleAudit(4, 0, 0, 2)  # the order of files says nothing
 
 
 def test_a_sample_nobody_consumed_is_lost():
-    assert account(file(1, 0, whole(1), (2, [[4, 6], [7, 8]]))) == LedgerAudit(2, 1, 0, 0)
+    assert account(file(1, 0, whole(1), (2, [[4, 6], [7, 8]]))) == SampleAudit(2, 1, 0, 0)
 
 
 def test_a_step_that_is_missing_is_lost_whole():
-    assert account(file(1, 0, whole(1)), file(2, 2, whole(3))) == LedgerAudit(2, B, 0, 0)
+    assert account(file(1, 0, whole(1)), file(2, 2, whole(3))) == SampleAudit(2, B, 0, 0)
 
 
 def test_a_sample_consumed_twice_in_its_step_is_repeated():
     two = file(1, 0, (1, [[0, 3]])), file(1, 0, (1, [[2, 4]]))
-    assert account(*two) == LedgerAudit(1, 0, 1, 0)
+    assert account(*two) == SampleAudit(1, 0, 1, 0)
 
 
 def test_a_sample_of_another_step_is_repeated_and_its_own_lost():
-    assert account(file(1, 0, (1, [[0, 3], [4, 5]]), whole(2))) == LedgerAudit(2, 1, 1, 0)
+    assert account(file(1, 0, (1, [[0, 3], [4, 5]]), whole(2))) == SampleAudit(2, 1, 1, 0)
 
 
 def test_a_step_that_a_death_cut_short_on_some_ranks_does_not_count():
     whole_rank = file(1, 0, (1, [[0, 2]]), (2, [[4, 6]]))
     killed_rank = file(1, 0, (1, [[2, 4]]))
-    assert account(whole_rank, killed_rank) == LedgerAudit(1, 0, 0, 0)
+    assert account(whole_rank, killed_rank) == SampleAudit(1, 0, 0, 0)
 
 
 def test_a_torn_last_line_does_not_count():
     lines = file(1, 0, whole(1), whole(2))
     for cut in range(1, len(lines[-1])):
-        assert account([*lines[:-1], lines[-1][:cut]]) == LedgerAudit(1, 0, 0, 0)
-    assert account([lines[0][:9]]) == LedgerAudit(0, 0, 0, 0)
+        assert account([*lines[:-1], lines[-1][:cut]]) == SampleAudit(1, 0, 0, 0)
+    assert account([lines[0][:9]]) == SampleAudit(0, 0, 0, 0)
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_whatever_dies_nothing_is_lost_or_repeated(history, micro_batch):
                 )
                 steps.append((step, [[s.start, s.stop] for s in mine if s is not None]))
             files.append(file(number, resumed, *steps))
-    expected = LedgerAudit(steps=top, lost=0, repeated=0, steps_redone=redone)
+    expected = SampleAudit(steps=top, lost=0, repeated=0, steps_redone=redone)
     assert audit(files, global_batch=global_batch) == expected
 
 

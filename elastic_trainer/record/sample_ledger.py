@@ -1,4 +1,4 @@
-"""Audits the ledger of a run: was every sample consumed exactly once? Pure."""
+"""Audits a run's ledger of samples: was every sample consumed exactly once? Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_SAMPLES: Final = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerAudit:
+class SampleAudit:
     """The account of the effective history: the steps that led to the final state."""
 
     steps: int
@@ -25,7 +25,7 @@ class LedgerAudit:
     """Steps executed again after a restore; their first execution does not count."""
 
 
-def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> LedgerAudit:
+def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> SampleAudit:
     """Account for every sample of the effective history.
 
     Epochs count in order; one that resumed at step s takes back later steps of earlier epochs. A
@@ -60,7 +60,7 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
                 seen[sample] = seen.get(sample, 0) + 1
         lost += sum(sample not in seen for sample in range(first, last))
         repeated += sum(n - 1 if first <= s < last else n for s, n in seen.items())
-    return LedgerAudit(steps=len(history), lost=lost, repeated=repeated, steps_redone=redone)
+    return SampleAudit(steps=len(history), lost=lost, repeated=repeated, steps_redone=redone)
 
 
 @dataclass(slots=True)
