@@ -163,11 +163,14 @@ class RankGrid:
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda _: 0)
         for stride, length, group in self._axes:
-            # The place along the axis of the receiver, or of the rank that it is paired with.
-            held = _pass_on(held, group, lambda to, s=stride, n=length: to % self._inside // s % n)
+            held = _pass_on(held, group, partial(self._at, stride=stride, length=length))
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda to: to // self._inside)
         return {sender: raw for sender, _, raw in sorted(held)}
+
+    def _at(self, to: int, *, stride: int, length: int) -> int:
+        """Return the place along an axis of a receiver, or of the rank that it is paired with."""
+        return to % self._inside // stride % length
 
 
 def shared_grid(use: str, timeout: timedelta) -> RankGrid:
