@@ -86,7 +86,7 @@ class Cluster:
 
         self.wait("the default service account", has_account)
         if self._shared is not None:
-            self.wait("the claim's volume", self._is_bound)
+            self.wait("the claim's volume", self._is_bound, every_s=0.3)
 
     def clear(self) -> None:
         """End all pods, bring back nodes; the namespace is left to Kubernetes to remove."""
@@ -324,9 +324,16 @@ class Cluster:
 
     def _is_bound(self) -> bool:
         """Whether the claim is bound. The scheduler may miss it for a pod made before, and then
-        looks at that pod after five minutes only."""
-        claims = self.core.list_namespaced_persistent_volume_claim(self.namespace).items
-        return any(claim.status.phase == "Bound" for claim in claims)
+        looks at that pod after five minutes only.
+
+        The volumes' controller may miss the volume, and looks again after up to 15 s, or at a
+        change of the claim.
+        """
+        looked = {"metadata": {"annotations": {"holdfast.dev/looked": f"{time.monotonic()}"}}}
+        claim = self.core.patch_namespaced_persistent_volume_claim(
+            self.claim, self.namespace, looked
+        )
+        return claim.status.phase == "Bound"
 
     def _delete_jobs(self) -> None:
         """Delete the jobs, and wait for the Jobs that operators have made of them.
