@@ -64,7 +64,7 @@ bench: .venv/ready benchmarks/.peers/ready
 
 # What is marked slow, and every property with 200 examples: under an hour on two cores.
 chaos: .venv/ready
-	$(PY) -m pytest tests -m "(slow or hypothesis) and not exhaustive and not gpu and not install" --hypothesis-profile chaos --timeout 900 -n 2 --dist worksteal --durations 15
+	$(PY) -m pytest tests -m "(slow or hypothesis) and not exhaustive and not gpu and not install" --hypothesis-profile chaos --timeout 900 -n $(WORKERS) --dist worksteal --durations 15
 	$(MAKE) test-torches
 
 # Every case of what make chaos draws from: hours.

@@ -5,13 +5,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1
 venv=build/torch-$version
-if [[ ! -e $venv/ready || pyproject.toml -nt $venv/ready ]]; then
+if [[ ! -e $venv/ready || pyproject.toml -nt $venv/ready || tests/torch_on.sh -nt $venv/ready ]]; then
   python3 -m venv "$venv"
   # Three equals signs: no build of that version for the CPU that is at hand, whatever pip is told.
   PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS='' PIP_EXTRA_INDEX_URL='' \
     "$venv/bin/pip" install --quiet --no-cache-dir "torch===$version"
   "$venv/bin/pip" install --quiet --editable '.[tokenizers]' 'numpy>=1.26' 'safetensors>=0.8' \
-    pytest pytest-timeout hypothesis psutil py-spy
+    pytest pytest-timeout pytest-xdist hypothesis psutil py-spy
   touch "$venv/ready"
 fi
 scripts=(
@@ -26,5 +26,5 @@ trainer=(
 )
 [[ $version == 2.1[12].* ]] && trainer=()
 echo "torch $version"
-PATH=$PWD/$venv/bin:$PATH exec "$venv/bin/python" -m pytest -p no:cacheprovider \
+PATH=$PWD/$venv/bin:$PATH exec "$venv/bin/python" -m pytest -n 2 --dist worksteal -p no:cacheprovider \
   -m 'not slow and not exhaustive and not gpu and not install' "${scripts[@]}" "${trainer[@]}"

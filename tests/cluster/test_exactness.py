@@ -6,6 +6,7 @@ A sample of the layouts; `make exactness` runs all of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -91,8 +92,19 @@ SAMPLE = (
 
 
 @pytest.fixture(scope="module")
-def one_tiny_process(tmp_path_factory):
-    return trained_case(tmp_path_factory.mktemp("tiny") / "run", Case(ONE))
+def on_one_process(tmp_path_factory):
+    """Return a function: the run of one process that a case is compared with, each made once."""
+
+    @functools.cache
+    def run(case):
+        return trained_case(tmp_path_factory.mktemp("one") / "run", case)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_tiny_process(on_one_process):
+    return on_one_process(Case(ONE))
 
 
 @pytest.mark.parametrize("text", SAMPLE)
@@ -115,8 +127,8 @@ def test_every_axis_agrees_with_one_process(text, one_tiny_process, tmp_path):
         for case in reduced_once()
     ],
 )
-def test_gradients_reduced_once_a_step_agree_with_one_process(case, tmp_path):
-    one = trained_case(tmp_path / "one", Case(ONE, case.model))
+def test_gradients_reduced_once_a_step_agree_with_one_process(case, on_one_process, tmp_path):
+    one = on_one_process(Case(ONE, case.model))
     errors = compare(trained_case(tmp_path / "many", case), one)
     assert errors.loss <= BOUND
     assert errors.grad_norm <= BOUND
@@ -221,9 +233,9 @@ IN_SAMPLE = (
         for case in families()
     ],
 )
-def test_every_family_agrees_with_one_process_in_every_tensor(case, tmp_path):
+def test_every_family_agrees_with_one_process_in_every_tensor(case, on_one_process, tmp_path):
     """The norms of a head's queries and keys, and the biases, see a part of the heads under tp."""
-    one = trained_case(tmp_path / "one", Case(ONE, case.model, micro_batch=5))
+    one = on_one_process(Case(ONE, case.model, micro_batch=5))
     many = trained_case(tmp_path / "many", case)
     errors = compare(many, one)
     assert errors.loss <= BOUND
@@ -252,9 +264,9 @@ def test_experts_that_a_step_leaves_idle_agree_too(layout, tmp_path):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_experts_whose_tokens_are_sent_again_agree(recompute, tmp_path):
+def test_experts_whose_tokens_are_sent_again_agree(recompute, on_one_process, tmp_path):
     """Activations computed again: the tokens travel twice, and arrive the same."""
-    one = trained_case(tmp_path / "one", Case(ONE, "tiny-mixtral", micro_batch=5))
+    one = on_one_process(Case(ONE, "tiny-mixtral", micro_batch=5))
     case = Case(ParallelLayout(dp=2, ep=2), "tiny-mixtral", micro_batch=5)
     errors = compare(trained_case(tmp_path / "many", case, recompute=recompute), one)
     assert errors.loss <= BOUND

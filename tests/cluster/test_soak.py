@@ -327,6 +327,16 @@ def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():
     assert plan(1, 180.0) != plan(2, 180.0)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Step -> loss of an undisturbed run."""
+    two = Layout("dp2", "{dp: auto}", nodes=2)
+    folder = tmp_path_factory.mktemp("plain")
+    result = run_case(folder, two, (), SETS, steps=REFERENCE_STEPS, timeout_s=DEADLINE_S)
+    check(result, {}, steps=REFERENCE_STEPS)
+    return losses(result.run_dir)
+
+
 @pytest.mark.parametrize("board", BOARDS, ids=["files", "configmap"])
 @pytest.mark.parametrize(
     "soak",
@@ -335,15 +345,12 @@ def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():
         pytest.param("30,1", marks=[pytest.mark.exhaustive, pytest.mark.timeout(4000)]),
     ],
 )
-def test_soak(soak, board, tmp_path, caplog):
+def test_soak(soak, board, plain, tmp_path, caplog):
     if reason := why_not():
         pytest.skip(reason)
     minutes, seed = (ASKED or soak).split(",")
     caplog.set_level(logging.INFO)
     LOG.info("HOLDFAST_SOAK=%s,%s", minutes, seed)
-    two = Layout("dp2", "{dp: auto}", nodes=2)
-    plain = run_case(tmp_path / "plain", two, (), SETS, steps=REFERENCE_STEPS, timeout_s=DEADLINE_S)
-    check(plain, {}, steps=REFERENCE_STEPS)
     job = write_job(tmp_path, LAYOUT, steps=10**7)
     with (
         small_disk(tmp_path / "disk") as disk,
@@ -371,7 +378,7 @@ def test_soak(soak, board, tmp_path, caplog):
             finally:
                 monitor.stop()
             assert leftovers(run_dir) == []
-        check_account(run_dir, losses(plain.run_dir), running)
+        check_account(run_dir, plain, running)
         result = Result(run_dir, SAVED, "", {}, monitor.usage, LAYOUT)
         check_clean(result)
     usage = result.longest()
@@ -384,16 +391,13 @@ def test_soak(soak, board, tmp_path, caplog):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_chaos_of_the_command_line(tmp_path):
-    layout = LAYOUTS["dp4"]
-    plain = run_case(tmp_path / "plain", layout, steps=REFERENCE_STEPS)
-    check(plain, {}, steps=REFERENCE_STEPS)
+def test_chaos_of_the_command_line(plain, tmp_path):
     folder = tmp_path / "chaos"
-    result = run_case(folder, layout, chaos="1,8,4", steps=10**7, stop_after_s=60)
+    result = run_case(folder, LAYOUTS["dp4"], chaos="1,8,4", steps=10**7, stop_after_s=60)
     told = story(folder, "")
     assert (result.code, result.summary["state"]) == (130, "saved"), told
     kills = [e for e in events(result.run_dir, "fault.injected") if e["action"] == "kill-node"]
     assert kills, told
     # Two kills may take a state and its copy: then storage has it, and the events say so.
-    check_exact(result, losses(plain.run_dir), state_lost=True)
+    check_exact(result, plain, state_lost=True)
     check_clean(result)

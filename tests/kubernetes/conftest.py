@@ -23,9 +23,21 @@ from k8s_cluster import Cluster
 from k8s_user import User, write_corpus
 
 
+@pytest.fixture(scope="session")
+def cleared() -> Iterator[list[Cluster]]:
+    """Clusters whose tests have ended; of none anything is left at the end of the session.
+
+    Kubernetes takes seconds to remove a namespace: the next test does not wait for it.
+    """
+    ended: list[Cluster] = []
+    yield ended
+    for one in ended:
+        one.wait_gone()
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A namespace of its own in the cluster; afterwards nothing of it is left."""
+def cluster(tmp_path: Path, cleared: list[Cluster]) -> Iterator[Cluster]:
+    """A namespace of its own in the cluster."""
     for name in ("HOLDFAST_TEST_KUBECONFIG", "HOLDFAST_TEST_IMAGE"):
         if not os.environ.get(name):
             pytest.skip(
@@ -43,6 +55,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         found.set_up()
         yield found
     finally:
+        cleared.append(found)
         found.clear()
 
 

@@ -86,23 +86,27 @@ class Cluster:
 
         self.wait("the default service account", has_account)
         if self._shared is not None:
-            self.wait("the claim's volume", self._is_bound)
+            self.wait("the claim's volume", self._is_bound, every_s=0.3)
 
     def clear(self) -> None:
-        """Remove the namespace and all in it; bring back nodes."""
+        """End all pods, bring back nodes; the namespace is left to Kubernetes to remove."""
         for node in list(self._down):
             self.restore(node)
+        for name in self._cluster_roles:
+            with contextlib.suppress(client.ApiException):
+                self.rbac.delete_cluster_role_binding(name)
+                self.rbac.delete_cluster_role(name)
+        for node in self.nodes():
+            gone = {"metadata": {"annotations": {DRAIN_REASON: None}}}
+            self.core.patch_node(node, {**gone, "spec": {"unschedulable": None}})
+        self._delete_jobs()
+        self.core.delete_namespace(self.namespace, grace_period_seconds=0)
+        self.wait("the end of the pods", self._has_no_pods, timeout_s=_GONE_S, every_s=0.2)
+
+    def wait_gone(self) -> None:
+        """Wait until the namespace is gone, and remove the claim's folder."""
         try:
-            for name in self._cluster_roles:
-                with contextlib.suppress(client.ApiException):
-                    self.rbac.delete_cluster_role_binding(name)
-                    self.rbac.delete_cluster_role(name)
-            for node in self.nodes():
-                gone = {"metadata": {"annotations": {DRAIN_REASON: None}}}
-                self.core.patch_node(node, {**gone, "spec": {"unschedulable": None}})
-            self._delete_jobs()
-            self.core.delete_namespace(self.namespace, grace_period_seconds=0)
-            self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)
+            self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S, every_s=0.2)
             if self._shared is not None:
                 self.core.delete_persistent_volume(self.namespace)
                 shutil.rmtree(self.storage)
@@ -112,6 +116,11 @@ class Cluster:
     def env(self, **more: str) -> dict[str, str]:
         """Return an environment in which kubectl and the launcher find this cluster."""
         return {**os.environ, "KUBECONFIG": str(self.kubeconfig), **more}
+
+    @property
+    def mounted(self) -> bool:
+        """Whether the claim's folder is on this machine too."""
+        return self._shared is not None
 
     @property
     def storage(self) -> Path:
@@ -315,9 +324,16 @@ class Cluster:
 
     def _is_bound(self) -> bool:
         """Whether the claim is bound. The scheduler may miss it for a pod made before, and then
-        looks at that pod after five minutes only."""
-        claims = self.core.list_namespaced_persistent_volume_claim(self.namespace).items
-        return any(claim.status.phase == "Bound" for claim in claims)
+        looks at that pod after five minutes only.
+
+        The volumes' controller may miss the volume, and looks again after up to 15 s, or at a
+        change of the claim.
+        """
+        looked = {"metadata": {"annotations": {"holdfast.dev/looked": f"{time.monotonic()}"}}}
+        claim = self.core.patch_namespaced_persistent_volume_claim(
+            self.claim, self.namespace, looked
+        )
+        return claim.status.phase == "Bound"
 
     def _delete_jobs(self) -> None:
         """Delete the jobs, and wait for the Jobs that operators have made of them.
@@ -334,10 +350,14 @@ class Cluster:
                         self.delete(kind, job["metadata"]["name"])
         self.wait("the end of the jobs", lambda: not self.list("jobs"), timeout_s=_GONE_S)
 
-    def _is_gone(self) -> bool:
-        for pod in self.pods():
+    def _has_no_pods(self) -> bool:
+        pods = self.pods()
+        for pod in pods:
             with contextlib.suppress(client.ApiException):
                 self.kill_pod(pod.metadata.name)
+        return not pods
+
+    def _is_gone(self) -> bool:
         spaces = self.core.list_namespace().items
         return all(space.metadata.name != self.namespace for space in spaces)
 

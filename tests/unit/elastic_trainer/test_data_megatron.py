@@ -190,27 +190,27 @@ def test_damage_is_found(damage, code, words, full_check, tmp_path):
 
 @pytest.mark.parametrize("sequences", [[], [[], []]])
 def test_a_dataset_without_tokens_is_refused(sequences, tmp_path):
-    with pytest.raises(DataError, match=r"^HF702 .*c\.idx lists \d sequences and no tokens"):
+    with pytest.raises(DataError, match=r"^HF702 .*c\.idx"):
         opened(megatron(tmp_path / "c", sequences), tmp_path)
 
 
 def test_a_dataset_without_document_indices_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"^HF707 .*last document at sequence None"):
+    with pytest.raises(DataError, match=r"^HF707 .*None"):
         opened(megatron(tmp_path / "c", SEQUENCES, documents=[]), tmp_path)
 
 
 def test_a_folder_holds_exactly_one_dataset(tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
-    with pytest.raises(DataError, match=r"^HF701 .*d holds 0 datasets \(none\)"):
+    with pytest.raises(DataError, match=r"^HF701 .*d .*\b0\b"):
         opened(folder, tmp_path)
     megatron(folder / "a", SEQUENCES)
     (folder / "b.bin").touch()
-    with pytest.raises(DataError, match=r"^HF701 .*d holds 2 datasets \(a, b\).*its prefix"):
+    with pytest.raises(DataError, match=r"^HF701 .*d .*\b2\b.*\(a, b\)"):
         opened(folder, tmp_path)
     (folder / "b.bin").unlink()
     (folder / "a.idx").unlink()
-    with pytest.raises(DataError, match=r"^HF701 .*a\.idx.*exists on every node"):
+    with pytest.raises(DataError, match=r"^HF701 .*a\.idx"):
         opened(folder, tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_a_damaged_block_that_no_sample_showed_is_refused(few_checked, tmp_path)
     patch(f"{prefix}.idx", 34 + 4 * 15, packed("i", [-1]))
     tokens = opened(prefix, tmp_path).windows.tokens
     assert tokens[0:10].tolist() == list(range(10))
-    with pytest.raises(DataError, match=r"HF707 .*sequence 15 at byte 90 with -1 tokens"):
+    with pytest.raises(DataError, match=r"HF707 .*\b15\b.*\b90\b.* -1\b"):
         tokens[36:40]
 
 

@@ -83,13 +83,29 @@ def test_an_agent_that_believes_a_lost_swap_is_found_out(monkeypatch):
         explore(three_agents(1, 0), seconds=60.0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("delays", "faults", "whole"), [(2, 0, True), (0, 1, True), (1, 1, False), (0, 2, False)]
+    ("delays", "faults", "seconds", "whole"),
+    [
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 0, 150.0, True),
+                (0, 1, 150.0, True),
+                (1, 1, 50.0, False),
+                (0, 2, 50.0, False),
+            )
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((1, 1, 300.0, False), (0, 2, 300.0, False))
+        ),
+    ],
 )
-def test_three_agents_settle_after_a_few_delays_and_faults(delays, faults, whole, record_property):
-    found = explore(three_agents(delays, faults), seconds=150.0)
+def test_three_agents_settle_after_a_few_delays_and_faults(
+    delays, faults, seconds, whole, record_property
+):
+    found = explore(three_agents(delays, faults), seconds=seconds)
     record_property("explored", str(found))
     assert found.whole >= whole
     assert found.settled > 1

@@ -101,6 +101,7 @@ def fake_api() -> Iterator[FakeApi]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # head and body are two writes: the second waited for 40 ms
 
         def log_message(self, *_: object) -> None:
             return
@@ -139,7 +140,7 @@ def fake_api() -> Iterator[FakeApi]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     fake.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield fake

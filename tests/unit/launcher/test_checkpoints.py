@@ -179,7 +179,7 @@ def test_references(text, path, step):
 def test_the_newest_or_the_one_of_a_step(run):
     found = RunCheckpoints.of(run)
     assert (found.choose(None).step, found.choose(4).step) == (8, 4)
-    with pytest.raises(UserError, match=r"HF630.*no checkpoint of step 5; there are: 4, 8"):
+    with pytest.raises(UserError, match=r"HF630.* 5.* 4, 8"):
         found.choose(5)
 
 
@@ -188,7 +188,7 @@ def test_no_run_and_no_checkpoint(tmp_path):
         RunCheckpoints.of(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "board").mkdir()
-    with pytest.raises(UserError, match=r"HF630.*no checkpoint yet"):
+    with pytest.raises(UserError, match="HF630"):
         RunCheckpoints.of(tmp_path).choose(None)
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_board_is_an_error_at_once(run, monkeypatch):
     monkeypatch.setattr(file_board.time, "sleep", lambda _: pytest.fail("it waits"))
     newest = max((run / "board").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"HF302.*damaged.*resume the run"):
+    with pytest.raises(UserError, match="HF302"):
         RunCheckpoints.of(run)
 
 
@@ -289,7 +289,7 @@ def test_milestones_are_told_from_what_is_left_over(tmp_path, config, capsys):
     kinds = {row["step"]: row["kind"] for row in found.others()}
     assert kinds == {4: "milestone", 5: "left over", 8: "milestone"}
     assert found.choose(4).dir == "step-000000004-e000001"
-    with pytest.raises(UserError, match="there are: 4, 8, 10"):
+    with pytest.raises(UserError, match=r"HF630.* 4, 8, 10"):
         found.choose(5)
     assert run_cli(["checkpoint", "verify", f"{tmp_path}@4"]) == 0
     flip(directory(tmp_path, 4) / "__0_0.distcp")

@@ -131,7 +131,7 @@ def in_pods(api):
 def test_commands_in_a_pod_are_asked_for_by_name_and_refused_with_a_code(api, server):
     message = 'User "eve" cannot create resource "pods/exec" in API group "" in the namespace "t"'
     server.says("/exec", Reply(403, status_object(403, "Forbidden", message)))
-    with pytest.raises(UserError, match="HF753 you may not create pods/exec"):
+    with pytest.raises(UserError, match=r"HF753 .*pods/exec"):
         in_pods(api).run("p", ["echo", "a b"], timeout_s=5.0)
     (call,) = server.calls
     path, _, query = call.partition("?")
@@ -227,13 +227,13 @@ def test_a_kubeconfig_that_is_none(tmp_path, text):
 def test_a_context_that_is_not_there_and_one_without_credentials(tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig("http://127.0.0.1:1"))
-    with pytest.raises(UserError, match=r"HF751 .*has no context 'there'; it has here: fix"):
+    with pytest.raises(UserError, match=r"HF751 .*'there'.* here"):
         connect("there", env={"KUBECONFIG": str(path)})
     raw = json.loads(path.read_text())
     raw["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     raw["users"][0]["user"] = {"client-certificate": "/nowhere", "client-key": "/nowhere"}
     path.write_text(json.dumps(raw))
-    with pytest.raises(UserError, match="HF752 context here"):
+    with pytest.raises(UserError, match=r"HF752 .*here"):
         connect(env={"KUBECONFIG": str(path)})
 
 
@@ -275,7 +275,7 @@ def test_a_watch_ends_in_time(api, server, waits):
 def test_a_watch_that_is_not_allowed_says_so(api, server, waits):
     message = 'User "eve" cannot watch resource "pods" in API group "" in the namespace "train"'
     server.says("watch=true", Reply(403, status_object(403, "Forbidden", message)))
-    with pytest.raises(UserError, match="HF753 you may not watch pods"):
+    with pytest.raises(UserError, match=r"HF753 .*watch pods"):
         watched(api, waits)
 
 

@@ -124,7 +124,7 @@ def test_a_secret_whose_answer_is_lost_is_made_once(backend, server, run):
 def test_who_may_not_make_secrets_is_told_the_role(backend, server, run):
     message = 'User "eve" cannot create resource "secrets" in API group "" in the namespace "train"'
     server.says(f"POST {SECRETS}", Reply(403, status_object(403, "Forbidden", message)))
-    with pytest.raises(UserError, match=r"HF753 .*create secrets.* --role holdfast-secrets "):
+    with pytest.raises(UserError, match=r"HF753 .*secrets.* --role holdfast-secrets "):
         backend.submit(run, with_secret(run))
     assert server.objects == {}
 
@@ -133,7 +133,7 @@ def test_a_secret_in_the_manifests_is_refused(backend, run):
     files = bundle(run)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "a"}}
     files["manifests.yaml"] = f"{json.dumps(secret)}\n---\n{files['manifests.yaml']}"
-    with pytest.raises(UserError, match=r"HF613 manifests\.yaml has Secret, "):
+    with pytest.raises(UserError, match=r"HF613 manifests\.yaml .*Secret"):
         backend.submit(run, files)
 
 
@@ -157,7 +157,7 @@ def test_a_claim_without_links_that_is_mounted_here_holds_data(
     server.put(f"{CLAIMS}/runs", {"metadata": {"name": "runs"}, "spec": {}})
     prepared = prepare(str(job), target="pytorchjob", stamp="now", python="", run_dir=claim / "one")
     if board == "file":
-        with pytest.raises(UserError, match=r"HF617 .* no hard links"):
+        with pytest.raises(UserError, match="HF617"):
             submit_prepared(prepared, backend)
         assert list(server.objects) == [f"{CLAIMS}/runs"]
     else:
@@ -209,7 +209,7 @@ def test_ctrl_c_leaves_nothing(backend, server, run, path, monkeypatch):
 def test_when_the_last_step_is_refused_nothing_is_left(backend, server, run):
     message = 'User "eve" cannot patch resource "configmaps" in API group "" in the namespace "x"'
     server.says("PATCH", Reply(403, status_object(403, "Forbidden", message)))
-    with pytest.raises(UserError, match="HF753 you may not patch configmaps"):
+    with pytest.raises(UserError, match=r"HF753 .*configmaps"):
         submit(backend, run)
     assert server.objects == {}
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_removed_again_is_named(backend, server, run):
 
 def test_a_name_that_is_anothers_is_left_alone(backend, server, run):
     server.put(f"{MAPS}/tiny-1-job", {"metadata": {"name": "tiny-1-job", "labels": {}}})
-    with pytest.raises(UserError, match="HF758 there is a ConfigMap tiny-1-job in namespace train"):
+    with pytest.raises(UserError, match=r"HF758 .*tiny-1-job.*train"):
         submit(backend, run)
     assert made(server) == ["tiny-1-job"]
 
@@ -246,7 +246,7 @@ def test_a_live_job_is_not_touched_and_an_ended_one_makes_room(backend, server, 
     board = server.objects[f"{MAPS}/tiny-1-board"]["metadata"]
     assert "ownerReferences" not in board
     before = dict(server.objects)
-    with pytest.raises(UserError, match=r"HF615 .*PyTorchJob tiny-1 in namespace train"):
+    with pytest.raises(UserError, match=r"HF615 .*PyTorchJob tiny-1.*train"):
         submit(backend, run, board=True)
     assert server.objects == before
     end(server, "Failed")
