@@ -37,7 +37,7 @@ import psutil
 from common import OUT, ROOT, environment, machine, say, table, write_out
 from peers import PeerCluster, Steps, completed, trains_whole
 
-from launcher.local.faults import Chaos, ChaosSchedule
+from launcher.local.faults import Chaos, ChaosSchedule, FaultAction
 from launcher.record.files import RunRecord
 
 NODES = 4
@@ -153,9 +153,9 @@ def torchrun(seconds: float, chaos: Chaos | None) -> dict[str, Any]:
                 del back[node]
                 cluster.start_node(node)
             alive = [f"node{node}" for node in range(NODES) if node not in back]
-            for stroke in schedule.due(now, alive) if schedule else ():
-                node = int(stroke.node.removeprefix("node"))
-                if stroke.kill:  # returns are ours, as those of agents that left
+            for action, name in schedule.due(now, alive) if schedule else ():
+                node = int(name.removeprefix("node"))
+                if action is FaultAction.KILL_NODE:  # it is we who return nodes
                     kills += 1
                     cluster.kill_node(node)
                     back[node] = now + (chaos.return_s or 0.0 if chaos else 0.0)

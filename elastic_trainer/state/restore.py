@@ -89,7 +89,8 @@ def agreed_board(
     def ask() -> tuple[str | None, str]:
         """Return the board's content; None and why, when it does not answer."""
         try:
-            return ask_patiently(read, mono=mono, wait=sleep).encode().decode(), ""
+            state = ask_patiently(read, mono=mono, wait=sleep, for_s=BOARD_WAIT_S)
+            return state.encode().decode(), ""
         except (PermissionError, FileNotFoundError):
             raise  # asking again is of no use
         except OSError as error:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic_trainer.record.events import Event
-from launcher.local.faults import Chaos
+from launcher.local.faults import Chaos, FaultAction
 
 
 def outcome(aims, program, result, text="the table"):
@@ -212,6 +212,7 @@ def test_both_systems_are_struck_at_the_same_times(load):
     for tick in range(6000):
         for index, schedule in enumerate(schedules):
             alive = nodes if index == 0 else nodes[1:]
-            times[index] += [tick / 10 for s in schedule.due(tick / 10, alive) if s.kill]
+            due = schedule.due(tick / 10, alive)
+            times[index] += [tick / 10 for action, _ in due if action is FaultAction.KILL_NODE]
     assert times[0] == times[1]
     assert 25 <= len(times[0]) <= 55
