@@ -50,6 +50,8 @@ class ReportData:
     """Summaries of other runs to compare with: label -> summary."""
     refresh_s: int | None = None
     """The page is loaded again after so long; None: never."""
+    notes: Sequence[tuple[str, str]] = ()
+    """(heading, text) shown below the charts; the text may have several lines."""
 
 
 def report_data(
@@ -59,6 +61,7 @@ def report_data(
     title: str,
     gpus_per_node: int = 1,
     extra: Mapping[str, Curve] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
 ) -> ReportData:
     """Fold the record of a run, in order of time, and its summary into what its report shows."""
     spans = timeline.epochs(events)
@@ -90,6 +93,7 @@ def report_data(
         spent=total(gpu_time_by_month(events, gpus_per_node=gpus_per_node).values()),
         attempts=attempts(events),
         extra=extra or {},
+        notes=notes,
     )
 
 
@@ -126,6 +130,11 @@ def differences(run: Curve, other: Curve) -> list[tuple[int, float]]:
 def kind_text(failure: Mapping[str, Any]) -> str:
     """Return the failure's kind in words: `node_lost` as `node lost`."""
     return str(failure["kind"]).replace("_", " ")
+
+
+def seconds_or_dash(value: float | None) -> str:
+    """Return seconds for people; a dash for None."""
+    return "-" if value is None else f"{value:.2f} s"
 
 
 # -- GPU-hours ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from elastic_trainer.storage.files import check_output, write_atomic
 from launcher.platforms.installed import need
 from launcher.record.event import named
 from launcher.record.timeline import StepDone, epochs, lineage
-from launcher.runs.reports.data import ReportData, kind_text
+from launcher.runs.reports.data import ReportData, kind_text, seconds_or_dash
 from launcher.runs.watching.findings import names, span
 from launcher.spec.errors import UserError
 
@@ -83,6 +83,7 @@ def html_report(data: ReportData) -> str:
         ],
         refresh_s=data.refresh_s,
         tables=[*_compared(data), *_tables(data.summary), *_spent(data)],
+        notes=data.notes,
     )
 
 
@@ -145,10 +146,6 @@ def _spent(data: ReportData) -> list[Table]:
     return tables
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
-
-
 def _tables(summary: Mapping[str, Any]) -> list[Table]:
     failures = [
         (
@@ -158,8 +155,8 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
             + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
             failure["step"],
             f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
-            _seconds(failure["detected_s"]),
-            _seconds(failure["recovered_s"]),
+            seconds_or_dash(failure["detected_s"]),
+            seconds_or_dash(failure["recovered_s"]),
             "?" if failure["steps_redone"] is None else failure["steps_redone"],
             failure["injected"] or "no",
             failure["detail"],

@@ -33,7 +33,9 @@ def pictures(page):
 
 def test_the_page_is_self_contained_and_escaped():
     extra = {"undisturbed <b> $x$_{1}": [(1, 5.0), (120, 2.0)]}
-    page = html_report(dataclasses.replace(data_of(storm(), extra=extra), title="<t> & $x$"))
+    page = html_report(
+        dataclasses.replace(data_of(storm(), extra=extra, notes=[("N", "<x>")]), title="<t> & $x$")
+    )
     # Loss, distance, norm and step time, steps over time, phases.
     assert len(pictures(page)) == 5
     for picture in pictures(page):
@@ -43,6 +45,7 @@ def test_the_page_is_self_contained_and_escaped():
             assert not element.tag.endswith("script")
     assert not re.search(r"<script|<link|@import|https?:|url\(", page)
     assert "<title>&lt;t&gt; &amp; $x$</title>" in page
+    assert "<pre>&lt;x&gt;</pre>" in page
     for cell in ("node lost", "dp4", "dp3", "kill-coordinator"):
         assert f"<td>{cell}</td>" in page
 
