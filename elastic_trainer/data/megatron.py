@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets: tokens in PREFIX.bin, where they lie in PREFIX.idx.
+"""Megatron-LM's indexed datasets: tokens in PREFIX.bin, where they are in PREFIX.idx.
 
 The index, little-endian, without padding (Megatron-LM, core/datasets/indexed_dataset.py):
 

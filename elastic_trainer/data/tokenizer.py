@@ -173,8 +173,8 @@ def _config(folder: Path | None) -> dict[str, Any]:
         found = error
     if not isinstance(found, dict):
         raise DataError(
-            f"HF704 data.tokenizer: {folder}/tokenizer_config.json is no JSON mapping ({found}): "
-            "copy it again, or remove it"
+            f"HF704 data.tokenizer: {folder}/tokenizer_config.json is not a JSON mapping "
+            f"({found}): copy it again, or remove it"
         )
     return found
 

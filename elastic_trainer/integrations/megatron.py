@@ -147,6 +147,6 @@ def _refuse_what_is_not_covered(
     params = [param for group in groups for param in group["params"]]
     if not params or any(id(param) not in known for param in params):
         raise api.ApiError(
-            f"HF536 {type(optimizer).__name__} is no optimizer of torch over the model's own "
+            f"HF536 {type(optimizer).__name__} is not an optimizer of torch over the model's own "
             "parameters: Megatron's mixed-precision and distributed optimizers are not kept"
         )

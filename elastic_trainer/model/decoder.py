@@ -320,8 +320,8 @@ def build(shape: ModelShape, folder: str | None = None) -> Decoder:
         folder: where a job's own class is imported from; None: from where Python looks anyway.
 
     Raises:
-        ModelError: HF330 the class cannot be imported; HF331 it is no decoder as the trainer needs
-            it; HF332 it has not as many parameters as were planned with.
+        ModelError: HF330 the class cannot be imported; HF331 it is not a decoder as the trainer
+            needs it; HF332 it has not as many parameters as were planned with.
     """
     cls = _import(shape.decoder, folder)
     try:
@@ -373,7 +373,7 @@ def _import(path: str, folder: str | None) -> type[Decoder]:
             f"looked for in {folder or 'the environment'}: fix it there, or model.plugin",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Decoder)):
-        raise ModelError("HF331", f"{path} is no subclass of holdfast.models.Decoder")
+        raise ModelError("HF331", f"{path} is not a subclass of holdfast.models.Decoder")
     if found.forward is not Decoder.forward:
         raise ModelError(
             "HF331",

@@ -111,7 +111,7 @@ def use_float8(block: nn.Module, *, emulated: bool) -> None:
 class SplitExperts(Experts):
     """This rank's of `experts`, under their numbers; tokens go to their expert's rank and back.
 
-    Groups lie inside dp_shard: all of an expert's gradient is on the ranks that keep it, and FSDP
+    Groups are inside dp_shard: all of an expert's gradient is on the ranks that keep it, and FSDP
     sums it over those.
 
     Args:

@@ -48,7 +48,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     (B, T / tp, D). The head returns this rank's part of the vocabulary (B, T, V / tp).
 
     Raises:
-        ModelError: HF331 the plan leaves out a parameter, or has a word that is none.
+        ModelError: HF331 the plan leaves out a parameter, or has an unknown word.
     """
     outer: dict[str, ParallelStyle] = {}
     if isinstance(model.embedding, nn.Embedding):

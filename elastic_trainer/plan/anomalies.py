@@ -151,7 +151,7 @@ def decide(
 ) -> StepDecision:
     """Return what is to be done about the numbers of `step`, before its update is applied.
 
-    A loss or gradient norm that is no finite number comes before a spike, a spike of the loss
+    A loss or gradient norm that is not a finite number comes before a spike, a spike of the loss
     before one of the norm; of the two spikes the harder action counts. Once
     `config.max_skips` skips and rollbacks were made in the last `BUDGET_STEPS` steps, the
     next one becomes a stop: a run that keeps going wrong must not continue by itself.

@@ -71,7 +71,7 @@ def split_command(words: Sequence[str]) -> Command:
 # --- placeholders ---------------------------------------------------------------------
 
 NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size", "run_dir")
-"""What may stand in braces: degrees and sizes of the epoch, and the job's folder."""
+"""What may be in braces: degrees and sizes of the epoch, and the job's folder."""
 
 _FIELD = re.compile(
     r"(?P<rank>\$\{local_rank\})|(?P<no_rank>\$\{\{local_rank\}\})"

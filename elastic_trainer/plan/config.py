@@ -278,7 +278,7 @@ class StartFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The whole of job.json. `run_dir` is where it lies, on shared storage."""
+    """The whole of job.json. `run_dir` is where it is, on shared storage."""
 
     name: str
     run_id: str

@@ -62,7 +62,7 @@ class Manifest:
         """Read manifest.json.
 
         Raises:
-            ValueError: it was written by a version this one cannot read, is no
+            ValueError: it was written by a version this one cannot read, is not a
                 manifest, or names files outside its directory.
         """
         value = parse_json(raw)

@@ -259,7 +259,7 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 def _item_row(item: WriteItem) -> list[Any]:
     data = item.tensor_data
-    assert data is not None, f"{item.index.fqn} is no tensor"
+    assert data is not None, f"{item.index.fqn} is not a tensor"
     properties = data.properties
     return [
         item.index.fqn,

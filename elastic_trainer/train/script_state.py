@@ -188,7 +188,7 @@ class ScriptState(TrainingState):
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Return what an optimizer keeps that is no tensor, as Adafactor its steps, by parameter.
+    """Return what an optimizer keeps that is not a tensor, as Adafactor its steps, by parameter.
 
     One that keeps none for its first parameter keeps none: this is asked after each step.
     """

@@ -31,7 +31,7 @@ from elastic_trainer.worker.rank_grid import RankGrid
 from elastic_trainer.worker.torch_private import FakeStore, forget_compiled
 
 _compiled_for: list[tuple[ParallelLayout, list[str]]] = []
-"""What this process has warmed up for: at most one, none in a worker that was no standby."""
+"""What this process has warmed up for: at most one, none in a worker that was not a standby."""
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

@@ -56,7 +56,7 @@ class FaultAction(enum.StrEnum):
     PREEMPT = "preempt"
     """SIGTERM to every agent, as before a time limit: workers save, and the attempt ends."""
     FILL_DISK = "fill-disk"
-    """No space is left where the run directory lies, which must be a small file system; with a
+    """No space is left where the run directory is, which must be a small file system; with a
     target, so many KiB: enough for the record."""
     FREE_DISK = "free-disk"
     """There is space again."""

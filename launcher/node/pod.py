@@ -195,7 +195,7 @@ class Pod:
             host = who.host or who.pod
             say(
                 f"no pod of this job may take part on {host} (holdfast why tells the reason): this "
-                "one ends after a while and is made anew, elsewhere where there is room; "
+                "one ends after a while and is made again, elsewhere where there is room; "
                 f"kubectl cordon {host} keeps all pods off it"
             )
         if code is None and agent_code == EXIT_DO_NOT_RESTART:

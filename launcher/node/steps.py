@@ -7,7 +7,7 @@ node, which is still the job's, joins them again.
 
 An srun that starts while the controller is away ("Unable to confirm allocation", "Unable to create
 step", "Socket timed out") has not begun, and loses nothing: it is started again. One that Slurm
-refuses, or that a node cannot carry out, is no loss either: where no agent has ever begun, its
+refuses, or that a node cannot carry out, is not a loss either: where no agent has ever begun, its
 words are the job's error.
 """
 

@@ -123,7 +123,7 @@ def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
 def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
     """Return whether a lower rung may use `layout`.
 
-    Micro-batches that the interleaved schedule cannot run (HF111) are no
+    Micro-batches that the interleaved schedule cannot run (HF111) are not an
     obstacle there: `num_rounds` pads them.
     """
     return all(finding.code == "HF111" for finding in layout_findings(facts, layout))

@@ -145,7 +145,7 @@ def ladder_lines(
 
 
 def ends(lines: Sequence[str], what: str) -> list[str]:
-    """Return the first and last lines of a long list, and how many lie between."""
+    """Return the first and last lines of a long list, and how many are between."""
     if len(lines) <= 2 * HEAD + 1:
         return list(lines)
     between = len(lines) - 2 * HEAD

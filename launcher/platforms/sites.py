@@ -87,7 +87,7 @@ def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
         known += sites
     listed = f"; known are {', '.join(known)}" if known else ""
     places = " or ".join(map(str, files(env)))
-    raise UserError("HF208", f"{name} is no site of {places}{listed}")
+    raise UserError("HF208", f"{name} is not a site of {places}{listed}")
 
 
 def _read(path: Path) -> dict[str, Site]:
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Site]:
         if site.target is not None:
             target_named(site.target)
         if unknown := [key for key in site.defaults if key not in keys_of(JobSpec)]:
-            message = f"defaults: {unknown[0]} is no section of a job file"
+            message = f"defaults: {unknown[0]} is not a section of a job file"
             raise UserError("HF209", message, where=where)
     return found
 

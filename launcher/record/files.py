@@ -191,7 +191,7 @@ class LauncherLog:
         self._wall = wall
 
     def emit(self, event: str, **values: Any) -> None:
-        """Append one event; `node`, `rank`, `epoch` and `step` are no fields of it.
+        """Append one event; `node`, `rank`, `epoch` and `step` are not fields of it.
 
         Raises:
             OSError: the run directory cannot be written.

@@ -87,7 +87,7 @@ class TrainingStatus:
         self.failed_saves: list[Event] = []
         """The saves since then, which failed."""
         self.first_failure: Event | None = None
-        """The first worker's end of the last epoch that was no consequence of another's."""
+        """The first worker's end of the last epoch that was not a consequence of another's."""
         self.first_failure_host: str | None = None
         """The machine on which that was; None: not known."""
         self._exclusions: list[Event] = []

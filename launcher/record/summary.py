@@ -15,7 +15,7 @@ Seconds are rounded to milliseconds. Definitions:
 - `from_scratch`: the epochs in which a `command` began at its first step again, each with the
   newest step of the epoch before.
 - `layouts`: which layout ran the steps that count, one entry per epoch.
-- `growths`: the epochs with more nodes than the one before, whose end was no failure.
+- `growths`: the epochs with more nodes than the one before, whose end was not a failure.
 - `restarts`: how many epochs followed another one within an attempt.
 - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
   counts once, with its last execution; start-up, pauses and saves do not count.

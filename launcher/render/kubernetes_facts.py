@@ -61,7 +61,7 @@ class PodJob:
     shm: str
     """Size of /dev/shm."""
     fleet: str | None
-    """Where the fleet's ledger lies; None: in the folder beside the run directory."""
+    """Where the fleet's ledger is; None: in the folder beside the run directory."""
 
     @property
     def num_pods(self) -> int:
@@ -178,7 +178,7 @@ def _check_text(path: str | Path, what: str) -> None:
 
 
 def pod_image(spec: JobSpec) -> str | None:
-    """Return the image; env.image too, where that is no file of Slurm's container runtimes."""
+    """Return the image; env.image too, where that is not a file of Slurm's container runtimes."""
     if spec.kubernetes.image is not None or spec.env.image is None:
         return spec.kubernetes.image
     image = spec.env.image

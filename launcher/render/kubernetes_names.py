@@ -85,7 +85,7 @@ def board_url(namespace: str, name: str) -> str:
 
 
 def ledger_url(namespace: str) -> str:
-    """Return where the fleet's ledger of a namespace lies, unless the job file says so."""
+    """Return where the fleet's ledger of a namespace is, unless the job file says so."""
     return f"kubernetes://{namespace}/{LEDGER}"
 
 
@@ -97,7 +97,7 @@ def own_account(name: str) -> str:
 def pod_run_dir(*, mount: str, run_id: str, run_dir: str) -> str:
     """Return the run directory as the pods see it.
 
-    That is `run_dir` itself where it lies under the claim's mount, as on a login host that has
+    That is `run_dir` itself where it is under the claim's mount, as on a login host that has
     the same storage at the same path; else a folder of the claim called as the run.
     """
     if PurePosixPath(run_dir).is_relative_to(mount) and run_dir != mount:

@@ -1,6 +1,6 @@
 """Plain data -> YAML that every parser reads the same. Pure.
 
-kubectl reads YAML 1.1, where a bare yes, on, 1_000 or 12:30:00 is no text, and other tools read
+kubectl reads YAML 1.1, where a bare yes, on, 1_000 or 12:30:00 is not text, and other tools read
 1.2. So every text that could be read as anything else is in double quotes.
 """
 

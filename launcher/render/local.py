@@ -79,7 +79,7 @@ def to_train_config(
 
 
 def named_ledger(spec: JobSpec, base_dir: str | Path) -> str | None:
-    """Return where the job file says that the fleet's ledger lies; None: it does not."""
+    """Return where the job file says that the fleet's ledger is; None: it does not."""
     named = spec.cluster.fleet
     return named if named is None or named.startswith(KUBERNETES) else resolve(named, base_dir)
 

@@ -48,7 +48,7 @@ _REGISTRY: Final = re.compile(
     r"((?:docker://)?(?:[^/@#\s]+@)?(?:[^/@#:\s]+\.[^/@#:\s]+(?::\d+)?|[^/@#:\s]+:\d+|localhost))/([^#]+)"
 )
 """An image with its registry, as Docker has it: a host with a dot, a port, or localhost. For pyxis
-a # stands behind it, [USER@][REGISTRY#]IMAGE[:TAG] (enroot, doc/cmd/import.md), or else enroot asks
+a # follows it, [USER@][REGISTRY#]IMAGE[:TAG] (enroot, doc/cmd/import.md), or else enroot asks
 Docker Hub."""
 SCRIPT: Final = "job.sbatch"
 KEPT: Final = (

@@ -50,12 +50,12 @@ def words(*values: object) -> Quoted:
 
 
 def comment(text: str) -> Quoted:
-    """Return text of ours as it stands behind a # of bash: one line."""
+    """Return text of ours as it follows a # of bash: one line."""
     return Quoted(" ".join(str(text).split()))
 
 
 def sbatch_option(name: str, value: object = None) -> Quoted:
-    r"""Return `--name=value` as it stands behind #SBATCH.
+    r"""Return `--name=value` as it follows #SBATCH.
 
     No shell reads these lines: sbatch splits them itself at white space, takes what is in
     quotes together, drops the text after an open #, and takes the character after a

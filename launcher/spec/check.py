@@ -337,7 +337,7 @@ def _family(spec: JobSpec) -> Iterator[BrokenRule]:
             for name, other in FAMILIES.items()
             if plugin is None and key in {each.name for each in dataclasses.fields(other)}
         ]
-        message = f"{key} is no key of {family if plugin is None else 'a plugin'}; leave it out"
+        message = f"{key} is not a key of {family if plugin is None else 'a plugin'}; leave it out"
         offers = instead("model.family", others)
         yield finding("HF016", f"model.{key}", message, "model.family", offers=offers)
 
@@ -382,7 +382,7 @@ def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]
     if isinstance(shape, Mixtral):
         experts, chosen = shape.num_experts, shape.experts_per_token
         if experts == 1:
-            yield "num_experts", "1 is no mixture; say how many, or use family mistral", [8]
+            yield "num_experts", "1 is not a mixture; say how many, or use family mistral", [8]
         elif chosen > experts:
             yield "experts_per_token", f"{chosen} is more than the {experts} experts", [2]
     if shape.num_heads % shape.num_kv_heads:

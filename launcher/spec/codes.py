@@ -228,7 +228,7 @@ _TABLE: Final = {
     ),
     # A job's own model (`model.plugin`), on the nodes.
     "HF330": ("The plug-in cannot be imported.", "Fix the module, or model.plugin."),
-    "HF331": ("The plug-in is no decoder as the trainer needs it.", "See docs/models.md."),
+    "HF331": ("The plug-in is not a decoder as the trainer needs it.", "See docs/models.md."),
     "HF332": ("The plug-in has another number of parameters.", "Set model.params."),
     "HF333": ("train.float8 on a node without torchao.", "Install holdfast-ml[float8]."),
     # The agent's command line.
@@ -258,11 +258,11 @@ _TABLE: Final = {
     ),
     "HF522": (
         "The job of an agent is done already.",
-        "Name another --rdzv-id to run it anew; --if-done ok ends with 0.",
+        "Name another --rdzv-id to run it again; --if-done ok ends with 0.",
     ),
     "HF523": (
         "The folder of a running job was removed and cannot be made again.",
-        "Make its storage available with write permission, and start the job anew.",
+        "Make its storage available with write permission, and start the job again.",
     ),
     "HF527": (
         "Agents of one job differ in what they must have in common, as workers per node.",
@@ -404,7 +404,7 @@ _TABLE: Final = {
     "HF705": ("A data format the trainer cannot read.", "Use text, nanogpt, megatron or sft."),
     "HF706": ("The corpus is not the one the run began with.", "Restore the original corpus."),
     "HF707": ("The corpus's files are damaged.", "Copy them again, or make them again."),
-    "HF708": ("A line of an SFT file that is no example.", "Fix or remove the line named."),
+    "HF708": ("A line of an SFT file that is not an example.", "Fix or remove the line named."),
     "HF709": ("SFT examples longer than seq_len.", "Raise seq_len, or set data.cut_long."),
     "HF711": ("Wrong numbers in a step stop the job.", "See `numbers`."),
     # Kubernetes: what a job file lacks to be rendered.

@@ -317,7 +317,7 @@ class Kubernetes(SpecSection):
         "20 per node. Pods of lost or drained nodes, and those that end with 143, do not count.",
     )
     deadline_s: WholeSeconds | None = Field(
-        None, description="Seconds the job may be active; starts anew after a suspension."
+        None, description="Seconds the job may be active; starts again after a suspension."
     )
     ttl_s: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = Field(
         None, description="Seconds after its end until the job is deleted; null: never."

@@ -124,7 +124,7 @@ def _check_value(value: Any, where: str, depth: int) -> None:
         raise refuse("HF015", f"{where} is nested too deeply")
     if isinstance(value, str):
         if any(0xD800 <= ord(char) <= 0xDFFF or char == "\0" for char in value):
-            raise refuse("HF015", f"{where} has something in it that is no character")
+            raise refuse("HF015", f"{where} has something in it that is not a character")
     elif isinstance(value, dict):
         for name, inner in value.items():
             _check_field(name, inner, where)

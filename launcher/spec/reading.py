@@ -250,7 +250,7 @@ def load_spec(
             directory.
 
     Raises:
-        UserError: HF001 or HF002 when it cannot be read, HF005 when it is no plain data; else as
+        UserError: HF001 or HF002 when it cannot be read, HF005 when it is not plain data; else as
             `parse_spec`.
     """
     if isinstance(job, JobSpec):
@@ -389,7 +389,7 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
 
 
 def _drop(data: Any, path: Sequence[str | int]) -> None:
-    """Remove what lies at `path`; a bad list item takes the whole list with it."""
+    """Remove what is at `path`; a bad list item takes the whole list with it."""
     *outer, last = takewhile(lambda part: isinstance(part, str), path)
     for part in outer:
         data = data.get(part) if isinstance(data, dict) else None

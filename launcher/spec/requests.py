@@ -112,7 +112,7 @@ def _checkpoints(spec: JobSpec) -> Iterator[BrokenRule]:
     if saved.every_s is None and saved.every_steps is None:
         message = (
             "with neither every_s nor every_steps nothing is on storage before the end: a job that "
-            "loses all its nodes starts anew"
+            "loses all its nodes starts again"
         )
         yield finding("HF158", "checkpoint.every_s", message, "checkpoint.every_steps", use=[600])
     if saved.dir is None or spec.device == "cpu":

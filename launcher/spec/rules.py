@@ -202,7 +202,7 @@ def _padded(
 
 
 def tp_stays_inside(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
-    """A tp group lies within one node or NVLink domain, unless allowed to leave it."""
+    """A tp group is within one node or NVLink domain, unless allowed to leave it."""
     if facts.allow_tp_across_nodes or not crosses_nodes(facts, layout):
         return
     inside = [d for d in divisors(facts.domain) if facts.shape.num_kv_heads % d == 0]

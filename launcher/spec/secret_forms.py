@@ -51,7 +51,7 @@ _FORMS: Final = {
     # rfc-editor.org/rfc/rfc3986, 3.2.1
     "a URL with a password": r"://[^\s/:@]*:(?P<secret>(?![${<*])[^\s/@]+)@",
 }
-"""What is a secret wherever it stands -> what it looks like, by the source named; of a pattern with
+"""What is a secret wherever it is -> what it looks like, by the source named; of a pattern with
 a group `secret` only that is it."""
 _COMPILED: Final = {what: re.compile(pattern) for what, pattern in _FORMS.items()}
 

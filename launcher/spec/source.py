@@ -46,7 +46,7 @@ _KINDS: Final = {
         r"|\.[0-9][0-9_]*([eE][-+][0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
     ),
 }
-"""What a text without quotes is, if it is no text (YAML 1.2, core schema; _ may group digits)."""
+"""What a text without quotes is, if it is not text (YAML 1.2, core schema; _ may group digits)."""
 
 
 class TextSpan(NamedTuple):

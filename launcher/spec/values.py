@@ -188,7 +188,9 @@ def _cidr(value: str) -> str:
 
 def _tracker(value: str) -> str:
     if value not in TRACKERS:
-        raise refuse("HF014", f"{describe(value)} is no tracker; there are {', '.join(TRACKERS)}")
+        raise refuse(
+            "HF014", f"{describe(value)} is not a tracker; there are {', '.join(TRACKERS)}"
+        )
     return value
 
 

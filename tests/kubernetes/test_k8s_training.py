@@ -78,7 +78,7 @@ def test_a_start_that_never_runs_our_code_ends_at_once(cluster: Cluster, kind: s
     run.ended("Failed")
     assert time.monotonic() - begun < 60
     pods = cluster.pods(f"{RUN_LABEL}={run.name}")
-    assert len(pods) <= run.nodes, "none was made anew"
+    assert len(pods) <= run.nodes, "none was made again"
 
 
 def _lost_nothing(run: K8sRun, first: dict[str, Any], before: dict[str, str]) -> None:

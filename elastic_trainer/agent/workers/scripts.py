@@ -333,7 +333,7 @@ class Scripts:
 
     @property
     def asked(self) -> bool:
-        """Whether scripts are being asked to leave: how they end from now on is no failure."""
+        """Whether scripts are being asked to leave: how they end from now on is not a failure."""
         return self._task.kind != "main" and (self._stop is not None or self.signalled)
 
     def classify(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:

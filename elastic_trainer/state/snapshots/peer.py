@@ -80,9 +80,9 @@ class Channel:
         try:
             message = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise PeerError("a message that is no JSON") from error
+            raise PeerError("a message that is not JSON") from error
         if not isinstance(message, dict):
-            raise PeerError("a message that is no JSON object")
+            raise PeerError("a message that is not a JSON object")
         return message
 
     def receive_into(self, view: memoryview) -> None:

@@ -128,7 +128,7 @@ def _state_problems(gpu: ET.Element) -> Iterator[tuple[str, str]]:
                 yield level, f"is slowed down ({reason}): {way_out}"
     for process in gpu.iterfind("processes/process_info"):
         who = f"{process.findtext('pid', '?')} ({process.findtext('process_name', '?')})"
-        yield "warn", f"is used by process {who}: end it if it is no job's"
+        yield "warn", f"is used by process {who}: end it unless it is a job's"
 
 
 def _link_problems(gpu: ET.Element) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ class Selection:
     nodes: frozenset[str] = frozenset()
     every_rank: bool = False
     since_unix: float | None = None
-    """Omit lines known to be older; a line is no newer than the lines after it."""
+    """Omit lines known to be older; a line is not newer than the lines after it."""
     pattern: re.Pattern[str] | None = None
     """Omit lines in which it is not found."""
 

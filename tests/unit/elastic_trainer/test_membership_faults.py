@@ -110,7 +110,7 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.report(node, NodeLeaving(reason="a failed check"))
         case "go" if node:
             cluster.report(node, LeaveAsked(reason="drained"))
-        case "again":  # the coordinator's pod was deleted by force, and is made anew elsewhere
+        case "again":  # the coordinator's pod was deleted by force, and is made again elsewhere
             places = [n.me.node for n in alive]
             for leader in [n for n in alive if n.machine.is_coordinator]:
                 if places.count(leader.me.node) == 1:

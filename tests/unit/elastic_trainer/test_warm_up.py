@@ -37,4 +37,4 @@ def test_code_for_other_shapes_or_other_groups_is_dropped(
     warm_up.forget_others(now)
     assert bool(resets) == dropped
     warm_up.forget_others(now)
-    assert bool(resets) == dropped, "a worker that was no standby has nothing to drop"
+    assert bool(resets) == dropped, "a worker that was not a standby has nothing to drop"

@@ -202,7 +202,7 @@ def of_a_job(found, name, index, made):
 
 
 def test_a_container_that_cannot_start_is_no_pod_being_started():
-    """Whichever moment is met: the container has ended, or the pod was made anew since."""
+    """Whichever moment is met: the container has ended, or the pod was made again since."""
     restarts = job(condition("Restarting"))
     ends = [ended(index, 128, "StartError", message=EXEC) for index in (0, 1)]
     for end in ends:

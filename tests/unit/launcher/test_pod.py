@@ -273,7 +273,7 @@ def test_it_pauses_before_it_is_started_again_and_sigterm_ends_the_pause(world):
 
 
 def test_a_pod_on_a_machine_that_was_excluded_says_so_and_waits_longer_each_time(world):
-    """Under whatever name it is made anew: the count is of its place in the job."""
+    """Under whatever name it is made again: the count is of its place in the job."""
     world.env["NODE_NAME"] = "bad-7"
     for count, name in enumerate(("llama-node-0-3-x7k2p", "llama-node-0-3-b2b2b"), 1):
         world.env["POD_NAME"] = name

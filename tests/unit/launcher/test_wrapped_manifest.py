@@ -389,7 +389,7 @@ def test_a_pod_makes_the_run_and_becomes_its_main_process(tmp_path, pod, capsys)
     path, argv, env = pod[0]
     assert (path, argv[1:]) == (argv[0], ["-P", "-m", "launcher.node", "pod", str(folder)])
     assert env["POD_NAME"] == "own-worker-0"
-    assert run_cli(["batch", "--", "torchrun", "t.py", "2"]) == 0, "a job made anew"
+    assert run_cli(["batch", "--", "torchrun", "t.py", "2"]) == 0, "a job made again"
     assert json.loads((folder / "job.json").read_text())["command"] == ["t.py", "2"]
     assert run_cli(["batch", "--", "torchrun"]) == 2
     assert "HF169" in capsys.readouterr().err
