@@ -279,14 +279,14 @@ def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | No
     events += [] if code is None else [{"event": "run.ended", "code": code}]
     write_run(tmp_path / "run", events, PEER_LOGS)
     found = diagnose(["run"], tmp_path, io.BytesIO())
-    assert (found.name, found.node, found.survived) == ("slurm_node_fail", "n2", True)
+    assert (found.name, found.node, found.survived) == ("node_lost", "n2", True)
     [told] = run_failures(tmp_path / "run")
     assert (told["class"], told["action"], told["node"]) == (found.name, found.action, "n2")
     (tmp_path / "run" / "job.json").write_text("{}")
     name, text = runbook_of(str(tmp_path / "run"), tmp_path, None)
-    assert name == "slurm_node_fail"
+    assert name == "node_lost"
     assert f"holdfast why {tmp_path}/run\n" in text
-    assert "scontrol show node n2\n" in text
+    assert "nodes exclude" not in text
 
 
 def test_a_pod_that_a_wrapped_manifest_lost_gets_no_word_of_slurm(tmp_path: Path) -> None:
@@ -297,6 +297,16 @@ def test_a_pod_that_a_wrapped_manifest_lost_gets_no_word_of_slurm(tmp_path: Path
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.node, found.survived) == ("k8s_pod_lost", "n2", True)
     assert run_failures(tmp_path / "run")[0]["class"] == "k8s_pod_lost"
+
+
+def test_a_wrapped_batch_script_that_lost_a_node_gets_slurms_word(tmp_path: Path) -> None:
+    """Nobody submitted such a run but sbatch; its attempts are a job's starts."""
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, {})
+    (tmp_path / "run" / "logs" / "4711.0" / "n1").mkdir(parents=True)
+    assert run_failures(tmp_path / "run")[0]["class"] == "slurm_node_fail"
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.runbook) == ("slurm_node_fail", "holdfast runbook slurm_node_fail")
 
 
 def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
@@ -342,7 +352,7 @@ def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) ->
     assert diagnose(names, tmp_path, io.BytesIO()).name == "gpu_xid"
     names[1] = str(tmp_path / "other.log")
     found = diagnose(names, tmp_path, io.BytesIO())
-    assert (found.name, found.node) == ("slurm_node_fail", "n2")
+    assert (found.name, found.node) == ("node_lost", "n2")
 
 
 def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -365,7 +375,7 @@ def test_every_class_of_a_run_is_told(tmp_path: Path) -> None:
     events += [step(2, 2), {**LOST, "epoch": 2}, formed(3, "n1", "n3"), step(3, 3)]
     write_run(tmp_path / "run", events, {})
     found = diagnose(["run"], tmp_path, io.BytesIO())
-    assert (found.name, found.also) == ("slurm_node_fail", ("child_failed",))
+    assert (found.name, found.also) == ("node_lost", ("child_failed",))
 
 
 def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None:
