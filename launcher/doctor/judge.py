@@ -317,6 +317,8 @@ def _no_failure(logs: Sequence[Scanned], seen: _Evidence, record: AgentsRecord) 
     """Return that all is well where something shows it, else that nobody can tell."""
     if not (record.went_on or record.trains):
         suspects = [line for log in logs for line in log.suspects]
+        if not any(log.went_on for log in logs):
+            suspects += [each for each in seen.found if each.warned]
         if suspects or not any(log.signs for log in logs):
             return _unknown(logs, suspects)
     passed = sorted({each.signature.of.name for each in (*seen.survived, *seen.found)})

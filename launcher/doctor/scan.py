@@ -62,7 +62,7 @@ _LOUD: Final = re.compile(
 """Lines that say an error, whatever else they say. NCCL logs its errors as WARN, torch those of
 CUDA's start as UserWarning."""
 _SURVIVED: Final = re.compile(
-    r"\b(?:retry(?! count)|(?<!disabled, )retrying|retries left|will (?:be )?retr"
+    r"\b(?:(?<!no-)retry(?! count| page)|(?<!disabled, )retrying|retries left|will (?:be )?retr"
     r"|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
     r"|[Ii]gnor(?:ed|ing)|[Ff]all(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
@@ -70,7 +70,7 @@ _SURVIVED: Final = re.compile(
     r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
     r"|expected behaviou?r"
     r"|deprecated|can be (?:safely )?ignored|0 errors|no errors?|without errors?"
-    r"|errors?[=:] ?0\b|if you (?:see|get|encounter|run into)|to avoid|may (?:lead to|cause|result)"
+    r"|errors?[=:] ?0\b(?! in)|if you (?:see|get|encounter|run into)|to avoid|may (?:lead to|cause|result)"
     r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
     r"|(?<!requeue is )enabled|set to|timeout[=:]"
     r"|(?:[Nn]o|0|zero|[Ww]ithout|not any) (?:[\w-]+ ){0,3}(?:stragglers?|errors?|failures?|faults?"
@@ -104,7 +104,8 @@ _TROUBLE_WORDS: Final = re.compile(
 _HARMLESS: Final = re.compile(
     r"^[^,]*(?:(?<!\d)[:=|]\s*|[:=|]\s+)(?:0|No|None|Not Active|Inactive|N/A|OK|Pass)\s*"
     r"\|?\s*$|SW Power Cap|\b[Cc]orrected\b|\bCE\b"
-    r"|\berror\.json|can cause|You should|Could not estimate|^class |[Hh]andlers\b|-inf\b"
+    r"|\berror\.json|can (?:cause|lead to)|iommu=|You should|Could not estimate|^class "
+    r"|[Hh]andlers\b|-inf\b"
     r"|\b(?:val|best)_\w+=|already been registered|apply your changes|took too long|cannot access"
     r"|±\s*\||op=Exists|Cannot get incoming CPU|tensorflow/core/platform|^wandb: "
     r"|(?:^|\s|\W)[Nn]o(?:t a)? (?:\w+ ){0,2}(?:errors?|failures?|problems?|issues?|anomal\w+|"

@@ -369,6 +369,42 @@ def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
     assert (found.name, found.node, found.survived) == ("gpu_xid", "n2", True)
 
 
+def test_the_first_of_several_failures_leads_whatever_the_others_are(tmp_path: Path) -> None:
+    """As in `why`: the first that is no mere consequence of a peer's."""
+    peer = exited("n3", 2, Kind.COLLATERAL, "Connection closed by peer")
+    first = exited("n2", 1, Kind.CRASH, "exit code 1")
+    kernel = exited("n1", 0, Kind.NODE_FAULT, "NVRM: Xid (PCI:0000:0a:00): 79, GPU lost")
+    ended = {"event": "run.ended", "code": 94}
+    write_run(tmp_path / "run", [formed(1, "n1", "n2", "n3"), peer, first, kernel, ended], {})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.rank, found.node) == ("child_failed", 1, "n2")
+    assert "gpu_xid" in found.also
+    assert [told["node"] for told in run_failures(tmp_path / "run")][:1] == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "action"),
+    [
+        ("NVRM: Xid (PCI:0000:54:00): 145, RLW_REMAP Nonfatal XC0", "nvlink_fabric",
+         "restart_elsewhere"),
+        ("Xid (PCI:0000:dc:00): 45, Ch 1 caused by previous Xid 149", "nvlink_fabric",
+         "restart_elsewhere"),
+        ("health check: XID 79 on GPU 3", "gpu_xid", "restart_elsewhere"),
+        ("GPU 3: Xid error: 31", "gpu_xid", "fix_user"),
+        ("NVRM: Xid (PCI:0000:54:00): 63, Row Remapper", "gpu_ecc", "none"),
+    ],
+)  # fmt: skip
+def test_an_xid_is_known_in_any_spelling(line: str, name: str, action: str) -> None:
+    found = found_in(f"{line}\n")
+    assert (found.name, found.action) == (name, action)
+
+
+def test_a_warning_alone_is_neither_blamed_nor_health() -> None:
+    found = found_in("WARNING: Connection reset by peer\n")
+    assert (found.name, len(found.evidence)) == ("unknown", 1)
+    assert found_in("WARNING: Connection reset by peer\n" + STEPS).name == "healthy"
+
+
 def test_every_class_of_a_run_is_told(tmp_path: Path) -> None:
     killed = exited("n1", 0, Kind.KILLED, "SIGKILL")
     events = [formed(1, "n1", "n2", "n3"), step(1, 1), killed, formed(2, "n1", "n2", "n3")]
