@@ -119,6 +119,7 @@ _SIGNS: Final = re.compile(
     r"|\bRunning\b|\bReady\b|\b(?:idle|alloc|mix|mixed)\b|\bPass\b|State: Active|\bLinkUp\b"
     r"|Link \d+: [\d.]+ GB/s|Persistence-M|[Ll]oading|Num (?:examples|Epochs)|\.{5,} ?\S| R +\d"
     r"|training \.\.\.|done with setup|[Uu]sing |[Ss]etting |100%|[Ww]orld.size|[Ii]nitiali[sz]ed"
+    r"|[Bb]uilding |[Ss]tarting |\bregistered\b|[Ee]poch\W{1,4}\d|\bmetrics/|\} 0(?:\.0)?$"
     r"|[Ss]av(?:ed|ing) |[Rr]estored|[Cc]onnected|[Cc]orrected"
     r"|\b[Nn]o (?:\w+ ){1,3}(?:detected|found)|✓|\b[Hh]ealthy\b"
     r"|[:=|]\s*(?:0|No|None|Not Active)\s*\|?\s*$"
