@@ -125,7 +125,11 @@ _SIGNS: Final = re.compile(
     r"|[:=|]\s*(?:0|No|None|Not Active)\s*\|?\s*$"
 )
 """Words of a normal start, or of a report that things are well."""
-_NOT_A_NUMBER: Final = re.compile(r"\b(?:nan|NaN|inf|Inf)\b(?! iterations)")
+_NO_PROGRESS: Final = re.compile(
+    r"\b(?:nan|NaN|inf|Inf)\b(?! iterations)"
+    r"|\b(?:abort(?:ed|ing)|exceeds|diverged|exploded|spiked)\b"
+)
+"""Words of a line of a step that went wrong."""
 _DONE: Final = re.compile(
     r"[Tt]raining (?:is )?(?:complete|completed|finished|done)\b|[Ff]inished training"
     r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"
@@ -546,7 +550,7 @@ def _look_at_end(tail: bytes, state: _State) -> None:
         number = scanned.num_lines - back
         for raw in reversed(whole[-_LINE_BYTES:].split(b"\r")):
             text = _text(raw)
-            if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
+            if _PROGRESS.search(text) and not _NO_PROGRESS.search(text):
                 progress += 1
                 scanned.signs = True
             elif _DONE.search(text):

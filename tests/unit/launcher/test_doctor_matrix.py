@@ -142,6 +142,11 @@ def test_the_lines_that_look_most_like_errors_are_shown_in_order() -> None:
     assert [each.line for each in found.evidence] == sorted(each.line for each in found.evidence)
 
 
+def test_a_step_that_went_wrong_is_no_progress() -> None:
+    line = "[iter 21] grad norm 1532.2 exceeds threshold 100, aborting\n"
+    assert found_in(STEPS + line).name == "unknown"
+
+
 def test_trouble_that_training_went_on_after_is_not_suspected() -> None:
     assert found_in(STEPS + "frobnicator: fatal error 0x17\n" + STEPS).name == "healthy"
     assert found_in(STEPS + "frobnicator: fatal error 0x17\n" + "training finished\n").name == (
