@@ -75,6 +75,7 @@ def test_no_harmless_line_outranks_a_cause_in_a_sample() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_harmless_line_outranks_a_cause() -> None:
     assert not changed(PAIRS)
 
