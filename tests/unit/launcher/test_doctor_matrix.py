@@ -62,6 +62,7 @@ def changed(pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
 PAIRS = list(itertools.product(HEALTHY, FAILED))
 
 
+@pytest.mark.process
 def test_no_harmless_line_outranks_a_cause_in_a_sample() -> None:
     """A fixed part of all pairs, in which each log is: seconds instead of minutes."""
     part = [
