@@ -67,8 +67,8 @@ class FailureClass:
 
     @property
     def runbook(self) -> str:
-        """Path of its page in the repository."""
-        return f"docs/runbooks/{self.name}.md"
+        """The command that prints its page."""
+        return f"holdfast runbook {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
 from launcher.api import open_run
-from launcher.cli.common import json_option, path_option, print_json, run_argument
+from launcher.cli.common import EXIT_DONE, json_option, path_option, print_json, run_argument
 from launcher.doctor.doctor import diagnose
+from launcher.doctor.judge import UNKNOWN
 from launcher.doctor.runbook import page, runbook_of, titles
 
 _runs_option = path_option(
@@ -33,11 +35,14 @@ def why(*, run: str, runs: Path, as_json: bool) -> None:
         click.echo("\n".join(answer.lines()))
 
 
+EXIT_NOT_KNOWN: Final = 3
+"""Nothing shows what failed, nor that all is well."""
 DOCTOR_EPILOG = """\b
 Examples:
   holdfast doctor llama3-405b-20260101-120000
   holdfast doctor slurm-4711.out /var/log/kern.log
   kubectl describe pod trainer-0 | holdfast doctor -
+The exit code is 3 if the doctor does not know (unknown), else 0.
 """
 
 
@@ -45,28 +50,31 @@ Examples:
 @click.argument("sources", metavar="RUN|FILE...|-", nargs=-1, required=True)
 @_runs_option
 @json_option
-def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> None:
+def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
     """Diagnose a failure: its class, the first rank and node that failed, what to do.
 
     Reads a run, logs of any job (also kernel logs, output of sacct and kubectl), folders of them,
     torchelastic's error files and flight recorders' dumps. Give it the logs of all ranks.
     """
     found = diagnose(sources, runs, sys.stdin.buffer)
+    code = EXIT_NOT_KNOWN if found.name == UNKNOWN else EXIT_DONE
     if as_json:
         print_json(found.to_json())
-        return
+        return code
     place = [] if found.rank is None else [f"rank {found.rank}"]
     place += [] if found.node is None else [f"node {found.node}"]
-    lines = [f"{found.title} ({found.name}), confidence {found.confidence:.0%}"]
+    sure = "" if found.name == UNKNOWN else f", confidence {found.confidence:.0%}"
+    lines = [f"{found.title} ({found.name}){sure}"]
     lines += [f"first failed: {', '.join(place)}"] if place else []
     handled = " (the run went on: nothing to do now)" if found.survived else ""
     lines += [f"why: {found.why}", f"action: {found.action}{handled}"]
     lines += [f"fix: {found.fix}"] if found.fix else []
     lines += [f"  {each.file}:{each.line}: {each.text}" for each in found.evidence]
     lines += [f"also seen: {', '.join(found.also)}"] if found.also else []
-    lines += [f"runbook: holdfast runbook {found.name}"] if found.runbook else []
+    lines += [f"runbook: {found.runbook}"] if found.runbook else []
     lines += [f"not read: {each}" for each in found.unread]
     click.echo("\n".join(lines))
+    return code
 
 
 RUNBOOK_EPILOG = """\b

@@ -115,9 +115,16 @@ def _lost_kind(run_dir: Path) -> str:
         submission = read_submitted(run_dir)
     except UserError:  # damaged: what it says is told by `status`
         submission = None
-    # A wrapped manifest is submitted by kubectl.
-    own = "pytorchjob" if (run_dir / STARTS).is_dir() else "local"
+    own = _own_target(run_dir)
     return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
+
+
+def _own_target(run_dir: Path) -> str:
+    """Return where a run is that kubectl, sbatch or an agent's command line began."""
+    if (run_dir / STARTS).is_dir():
+        return "pytorchjob"
+    newest = newest_logs(run_dir)
+    return "slurm" if newest is not None and "." in newest.name else "local"
 
 
 def _signature(failure: RunFailure, lost: str) -> Signature:
@@ -265,7 +272,8 @@ def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     lost = _lost_kind(run_dir)
     found = [_of_failure(each, lost, file, (number, n)) for n, each in enumerate(failed, 1)]
     found = found or [_of_slow(each, file, (number, 1)) for each in slow[-1:]]
-    return AgentsRecord(failures=found, code=_code(record.events))
+    trains = any(each.event in ("step.completed", "script.progress") for each in record.events)
+    return AgentsRecord(failures=found, code=_code(record.events), trains=trains)
 
 
 def _of_failure(failure: RunFailure, lost: str, file: str, order: tuple[int, int]) -> Recorded:
@@ -282,7 +290,11 @@ def _of_failure(failure: RunFailure, lost: str, file: str, order: tuple[int, int
     )
     places = frozenset(name for name in (failure.node, failure.host) if name)
     return Recorded(
-        found=found, places=places, epoch=failure.epoch, recovered_s=failure.recovered_s
+        found=found,
+        places=places,
+        epoch=failure.epoch,
+        collateral=failure.kind == Kind.COLLATERAL,
+        recovered_s=failure.recovered_s,
     )
 
 

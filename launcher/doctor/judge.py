@@ -3,8 +3,8 @@
 The nearest to the cause wins: what the kernel says before what a program raises, that before
 time-outs, those before "connection closed by peer", those before summaries (`signatures.Rank`).
 Among equals the earliest wins. What training went on after is not blamed, nor is a warning
-unless something failed. Of a run of ours the agents' record says what failed and where; its logs
-may say why.
+unless something failed. Where nothing is found, all is well only if something shows it. Of a run of
+ours the agents' record says what failed first and where; its logs may say why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.record.signatures import FailureClass, Rank, Remedy, classes
-from launcher.doctor.scan import Match, Scanned, TimedOut
+from launcher.doctor.scan import LogLine, Match, Scanned, TimedOut
 
 HEALTHY: Final = "healthy"
 UNKNOWN: Final = "unknown"
@@ -28,8 +28,6 @@ _COMPARABLE_S: Final = 200 * 86400.0
 """Times further apart are of logs without a year, and say nothing."""
 _RECORDED: Final = 0.9
 """Confidence in what the agents recorded."""
-_WENT_ON: Final = 2
-"""Lines of progress after which training has gone on: one may be of a rank that lags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,8 @@ class Diagnosis:
     """What went wrong, and what to do."""
 
     name: str
-    """Class; "healthy": nothing has failed; "unknown": nothing readable."""
+    """Class; "healthy": something shows that all is well; "unknown": nothing shows
+    whether it is."""
     title: str
     action: Remedy
     confidence: float
@@ -47,7 +46,7 @@ class Diagnosis:
     rank: int | None = None
     node: str | None = None
     """First failing rank and its node, where known."""
-    evidence: tuple[Match, ...] = ()
+    evidence: tuple[LogLine, ...] = ()
     also: tuple[str, ...] = ()
     """Other classes seen, which are consequences or were survived."""
     runbook: str | None = None
@@ -85,6 +84,8 @@ class Recorded:
     places: frozenset[str]
     """Names of its node and machine; empty: not known."""
     epoch: int
+    collateral: bool = False
+    """Only a peer's failure is known to be behind it."""
     recovered_s: float | None
     """Until the next step was completed; None: none was."""
 
@@ -97,6 +98,8 @@ class AgentsRecord:
     """Sorted by time."""
     code: int | None = None
     """Exit code of the attempt; None: it has not ended, or nobody knows."""
+    trains: bool = False
+    """Some step was completed."""
 
     @property
     def went_on(self) -> bool:
@@ -130,7 +133,7 @@ def judge(logs: Sequence[Scanned], record: AgentsRecord | None = None) -> Diagno
     failed = _near_in_time(failed)
     told = [each.found for each in record.failures]
     if record.open:
-        first = min(record.open, key=lambda each: _order(each.found))
+        first = min(record.open, key=lambda each: (each.collateral, each.found.t_unix or 0.0))
         others = [*seen.found, *seen.survived, *told]
         return _of_record(first, logs, seen.found, others, survived=False)
     if record.went_on:
@@ -145,7 +148,7 @@ def judge(logs: Sequence[Scanned], record: AgentsRecord | None = None) -> Diagno
             lines = [*seen.found, *seen.survived]
             return _of_record(last, logs, lines, [*lines, *told], survived=True)
     if not failed:
-        return _same_samples(logs) or _healthy(logs, seen)
+        return _same_samples(logs) or _no_failure(logs, seen, record)
     root = min(failed, key=_order)
     alike = sorted((each for each in failed if each.signature.of is root.signature.of), key=_order)
     return _diagnosis(root, alike, logs, [*failed, *seen.survived])
@@ -247,8 +250,8 @@ def _diagnosis(
 def _sorted_out(logs: Iterable[Scanned], record: AgentsRecord) -> _Evidence:
     seen = _Evidence()
     for log in logs:
-        progressed = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
+            progressed = each.line < log.went_on
             survived = progressed and not each.signature.lasting
             if record.went_on and (record.code is not None or not each.signature.lasting):
                 # Of a run that reached its end only wrong numbers count.
@@ -258,7 +261,9 @@ def _sorted_out(logs: Iterable[Scanned], record: AgentsRecord) -> _Evidence:
 
 
 def _order(each: Match) -> tuple[Any, ...]:
-    rank = each.signature.rank + (0.5 if each.warned else 0.0)
+    rank: float = each.signature.rank
+    if each.warned:  # what may be harmless comes after what something failed by
+        rank = max(rank, Rank.SIGN) + 0.5
     # Lines without a time sort among themselves, by log and line; one line's as the table has them.
     place = list(classes()).index(each.signature.of.name)
     return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, place)
@@ -308,29 +313,49 @@ def _confidence(root: Match, alike: Sequence[Match], others: Collection[str]) ->
     )
 
 
-def _healthy(logs: Sequence[Scanned], seen: _Evidence) -> Diagnosis:
-    num_bytes = sum(log.num_bytes for log in logs)
-    if num_bytes == 0 or all(log.binary for log in logs if log.num_bytes):
-        why = "nothing was written" if num_bytes == 0 else "these files are binary, not logs"
-        return Diagnosis(
-            name=UNKNOWN,
-            title="Nothing to read",
-            action=Remedy.NONE,
-            confidence=0.0,
-            why=why,
-        )
+def _no_failure(logs: Sequence[Scanned], seen: _Evidence, record: AgentsRecord) -> Diagnosis:
+    """Return that all is well where something shows it, else that nobody can tell."""
+    if not (record.went_on or record.trains):
+        suspects = [line for log in logs for line in log.suspects]
+        if not any(log.went_on for log in logs):
+            suspects += [each for each in seen.found if each.warned]
+        if suspects or not any(log.signs for log in logs):
+            return _unknown(logs, suspects)
     passed = sorted({each.signature.of.name for each in (*seen.survived, *seen.found)})
     why = "No failure found."
     if passed:
         why += f" Signs of {', '.join(passed)}, which training went on after."
-    progress = any(log.done or log.progress for log in logs)
+    trained = record.went_on or record.trains or any(log.went_on for log in logs)
     return Diagnosis(
         name=HEALTHY,
         title="Healthy",
         action=Remedy.NONE,
-        confidence=0.8 if progress else 0.5,
+        confidence=0.8 if trained else 0.5,
         why=why,
         also=tuple(passed),
+    )
+
+
+def _unknown(logs: Sequence[Scanned], suspects: Sequence[LogLine]) -> Diagnosis:
+    """Return that the doctor does not know, with the lines that look most like errors."""
+    title = "Nothing to read"
+    if not any(log.num_bytes for log in logs):
+        why = "nothing was written"
+    elif all(log.binary for log in logs if log.num_bytes):
+        why = "these files are binary, not logs"
+    else:
+        title = "Not known"
+        why = "No line has a known failure, and none shows a step or a clean end."
+        if suspects:
+            why = "No line has a known failure; these look most like one."
+    return Diagnosis(
+        name=UNKNOWN,
+        title=title,
+        action=Remedy.NONE,
+        confidence=0.0,
+        why=why,
+        fix="Give the doctor the logs of all ranks, of the batch script and of the nodes' kernels.",
+        evidence=tuple(suspects[:_EVIDENCE]),
     )
 
 

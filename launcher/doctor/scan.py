@@ -31,17 +31,30 @@ _TAIL_BYTES: Final = 256 << 10
 _MOST_NOTES: Final = 20_000
 _FLOOD: Final = 2000
 """Matches in one chunk from which it pays to search no longer for what was found often."""
-_ENOUGH: Final = 10
+_WENT_ON: Final = 2
+"""Lines of progress after which training has gone on: one may be of a rank that lags."""
+_MOST_SUSPECTS: Final = 5
+_REPORT_LINES: Final = 12
+"""Most lines of an exception that Python ignored."""
+_SHOWN: Final = 400
+"""Characters of a line that are kept."""
 _DIGITS: Final = b"0123456789"
 _BY_DIGITS: Final = (-1,)
 _CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1b\x08\x07")
 """Bytes that logs do not have."""
 
-_CALM: Final = re.compile(
-    r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
-    r"|\b[A-Z]\w*Warning\b|^\s*#|^\++ |warnings\.warn"
+_INFORMS: Final = re.compile(
+    r"\b(?:INFO|DEBUG|TRACE|NOTICE)\b|\[(?:\w+ )?[ID]\d{0,4}\b|^[ID]\d{4} |: [ID] [a-z_]+/"
+    r"|^\s*#|^\++ |^ *Normal +[A-Z]\w+ |^wandb: (?!ERROR)"
 )
-"""Lines logged below an error."""
+"""Lines logged below a warning, comments, a shell's trace of its commands."""
+_WARNS: Final = re.compile(
+    r"\b(?:WARN|WARNING|Warning|warning)\b|CCL_WARN|<warn>|\[(?:\w+ )?W\d{0,4}\b|^W\d{4} "
+    r"|: W [a-z_]+/"
+    r"|\b[A-Z]\w*Warning\b|warnings\.warn"
+)
+_KUBERNETES_WARNS: Final = re.compile(r"^\s*(?:\S+ +)?Warning +[A-Z]\w+ +")
+"""An event of a cluster, whose level for errors is Warning."""
 _LOUD: Final = re.compile(
     r"NCCL WARN|\b(?:ERROR|CRITICAL|FATAL|Traceback)\b|\b[A-Z]\w*(?:Error|Exception): "
     r"|Unexpected error from cuda\w+\(\)"
@@ -49,24 +62,74 @@ _LOUD: Final = re.compile(
 """Lines that say an error, whatever else they say. NCCL logs its errors as WARN, torch those of
 CUDA's start as UserWarning."""
 _SURVIVED: Final = re.compile(
-    r"\b(?:retry(?! count)|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
+    r"\b(?:(?<!no-)retry(?! count| page)|(?<!disabled, )retrying|retries left|will (?:be )?retr"
+    r"|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
-    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
+    r"|[Ii]gnor(?:ed|ing)|[Ff]all(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
     r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
     r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
     r"|expected behaviou?r"
     r"|deprecated|can be (?:safely )?ignored|0 errors|no errors?|without errors?"
-    r"|errors?[=:] ?0\b|if you (?:see|get|encounter|run into)|to avoid|may (?:lead to|cause|result)"
+    r"|errors?[=:] ?0\b(?! in)|if you (?:see|get|encounter|run into)|to avoid"
+    r"|may (?:lead to|cause|result)"
     r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
-    r"|enabled|set to|timeout[=:])\b"
+    r"|(?<!requeue is )enabled|set to|timeout[=:]"
+    r"|(?:[Nn]o|0|zero|[Ww]ithout|not any) (?:[\w-]+ ){0,3}(?:stragglers?|errors?|failures?|faults?"
+    r"|hangs?|stalls?|anomal(?:y|ies)|spikes?|corruptions?|deadlocks?|issues?|problems?|throttling"
+    r"|NaNs?|SDC|OOMs?|violations?|slow ranks?)|[Nn]one (?:detected|found)"
+    r"|[Ss]tragglers?:? (?:none|None|\[\]|0|not (?:found|detected)))\b"
 )
 """Words of a failure that was overcome, or did not happen."""
 _PROGRESS: Final = re.compile(
     r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,12}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
-    r"|[Ll]oss\W{1,4}\d"
+    r"|[Ll]oss\W{1,4}\d|\b(?:sec|s)/(?:step|batch|iter\w*)\b|\b(?:step|batch\w*|iter\w*)s?/s(?:ec)?\b"
 )
-_NOT_A_NUMBER: Final = re.compile(r"\b(?:nan|NaN|inf|Inf)\b(?! iterations)")
+_ERROR_WORDS: Final = re.compile(
+    r"\b(?:error|err|failed|failure|fail|fails|fatal|abort(?:ed|ing)?|exception|traceback|panic|"
+    r"crash(?:ed)?|corrupt(?:ed|ion)?|uncorrect\w*|killed|core dumped|segfault|denied|refused|"
+    r"timed out|time-?out|assert(?:ion)?|illegal|violation|unrecoverable|poison\w*)\b|\*ERROR\*",
+    re.IGNORECASE,
+)
+_TROUBLE_WORDS: Final = re.compile(
+    r"\b(?:unable|cannot|can't|couldn't|could not|not found|invalid|lost|dead|died|kill|signal|"
+    r"terminat\w*|interrupt\w*|cancell?ed|preempt\w*|evicted|hangs?|hung|hanging|stuck|stall\w*|"
+    r"mismatch|missing|unreachable|unavailable|unhealthy|exceed\w*|reset|down|disconnected|broken|"
+    r"throttl\w*|not ready|insufficient|degraded|unsupported|critical|out of|no such|rejected|"
+    r"spik\w+|diverg\w+|nan|inf|s?xid|\w+BackOff|unresponsive|not respond\w*|"
+    r"power\w*|overheat\w*|unplugged|"
+    r"blocked|exit(?:ed)? (?:code|status|with)|returned|not usable|wedged|stopped)\b",
+    re.IGNORECASE,
+)
+"""Words of trouble; a line that has one without a signature may be the failure."""
+_HARMLESS: Final = re.compile(
+    r"^[^,]*(?:(?<!\d)[:=|]\s*|[:=|]\s+)(?:0|No|None|Not Active|Inactive|N/A|OK|Pass)\s*"
+    r"\|?\s*$|SW Power Cap|\b[Cc]orrected\b|\bCE\b"
+    r"|\berror\.json|can (?:cause|lead to)|iommu=|You should|Could not estimate|^class "
+    r"|[Hh]andlers\b|-inf\b"
+    r"|\b(?:val|best)_\w+=|already been registered|apply your changes|took too long|cannot access"
+    r"|±\s*\||op=Exists|Cannot get incoming CPU|tensorflow/core/platform|^wandb: "
+    r"|(?:^|\s|\W)[Nn]o(?:t a)? (?:\w+ ){0,2}(?:errors?|failures?|problems?|issues?|anomal\w+|"
+    r"stragglers?|hangs?|faults?|trouble)\b|\bwill result in\b"
+)
+"""Words of a count of nothing, of advice, of a report without trouble."""
+_SIGNS: Final = re.compile(
+    r"\b[Ss]tep\W{1,3}\d|Init COMPLETE|Connected all|Using network|succeeded"
+    r"|Started container|[Ss]uccessfully "
+    r"|\bRunning\b|\bReady\b|\b(?:idle|alloc|mix|mixed)\b|\bPass\b|State: Active|\bLinkUp\b"
+    r"|Link \d+: [\d.]+ GB/s|Persistence-M|[Ll]oading|Num (?:examples|Epochs)|\.{5,} ?\S| R +\d"
+    r"|training \.\.\.|done with setup|[Uu]sing |[Ss]etting |100%|[Ww]orld.size|[Ii]nitiali[sz]ed"
+    r"|[Bb]uilding |[Ss]tarting |\bregistered\b|[Ee]poch\W{1,4}\d|\bmetrics/|\} 0(?:\.0)?$"
+    r"|[Ss]av(?:ed|ing) |[Rr]estored|[Cc]onnected|[Cc]orrected"
+    r"|\b[Nn]o (?:\w+ ){1,3}(?:detected|found)|✓|\b[Hh]ealthy\b"
+    r"|[:=|]\s*(?:0|No|None|Not Active)\s*\|?\s*$"
+)
+"""Words of a normal start, or of a report that things are well."""
+_NO_PROGRESS: Final = re.compile(
+    r"\b(?:nan|NaN|inf|Inf)\b(?! iterations)"
+    r"|\b(?:abort(?:ed|ing)|exceeds|diverged|exploded|spiked)\b"
+)
+"""Words of a line of a step that went wrong."""
 _DONE: Final = re.compile(
     r"[Tt]raining (?:is )?(?:complete|completed|finished|done)\b|[Ff]inished training"
     r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"
@@ -114,13 +177,19 @@ _NOTES: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """One line that has a signature."""
+class LogLine:
+    """One line of a log."""
 
-    signature: Signature
     file: str
     line: int
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match(LogLine):
+    """One line that has a signature."""
+
+    signature: Signature
     order: tuple[int, int]
     """Number of the log, number of the line in it."""
     t_unix: float | None
@@ -151,11 +220,12 @@ class Scanned:
     num_bytes: int = 0
     num_lines: int = 0
     found: list[Match] = field(default_factory=list)
-    progress_after: int = 0
-    """Lines of progress after the last finding."""
-    progress: int = 0
-    done: bool = False
-    """The last word is of success."""
+    went_on: int = 0
+    """Training went on, or ended well, after all lines before this one; 0: it did not."""
+    signs: bool = False
+    """Some line is one of health: of a step, of a clean end, of a normal start."""
+    suspects: list[LogLine] = field(default_factory=list)
+    """Lines at the end that look like errors but have no signature."""
     works: list[TimedOut] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """(rank, step) -> the samples that the rank says it read."""
@@ -243,7 +313,7 @@ def scan(
         tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
     state.without = frozenset()
     state.known.clear()
-    _progress(tail, state)
+    _look_at_end(tail, state)
     return state.scanned
 
 
@@ -382,7 +452,9 @@ def _of_json(line: str) -> str:
 def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
     text = raw.decode("utf-8", errors="replace").strip("\r\0")
     said = _text(raw)
-    calm = _CALM.search(said) is not None and _LOUD.search(said) is None
+    loud = _LOUD.search(said) is not None
+    informs = not loud and _INFORMS.search(said) is not None
+    warns = not loud and (informs or _WARNS.search(said) is not None)
     for each in hits:
         state.counts[each] += 1
         if state.counts[each] >= _MOST:
@@ -390,17 +462,20 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
         if state.counts[each] > _MOST:
             continue
         signature = signatures()[each]
+        own = signature.quiet or signature.rank is Rank.MACHINE
+        if informs and not own:
+            continue
         state.scanned.found.append(
             Match(
                 signature=signature,
                 file=state.scanned.file,
                 line=line,
-                text=" ".join(text.split())[:400],
+                text=" ".join(text.split())[:_SHOWN],
                 order=(state.number, line),
                 t_unix=t_unix,
                 rank=state.rank if state.rank is not None else _rank_in(text),
                 node=_first(_NODE, text) or state.node,
-                warned=calm and not signature.quiet and signature.rank is not Rank.MACHINE,
+                warned=warns and not own,
             )
         )
 
@@ -466,17 +541,64 @@ def _note(text: str, scanned: Scanned) -> None:
             scanned.samples.setdefault((rank, int(step)), match[1])
 
 
-def _progress(tail: bytes, state: _State) -> None:
-    """Count the lines of progress at the end of a log, and those after its last finding."""
-    scanned, after = state.scanned, True
-    for raw in reversed(tail.splitlines()):
-        line = raw[:_LINE_BYTES]
-        after = after and not _hits(line, state)
-        text = _text(line)
-        if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
-            scanned.progress += 1
-            scanned.progress_after += after
-        if after and _DONE.search(text):
-            scanned.done = True
-        if scanned.progress_after > _ENOUGH:
-            return
+def _look_at_end(tail: bytes, state: _State) -> None:
+    """Find out whether training went on, and what was said after that, from the last line back."""
+    scanned, progress = state.scanned, 0
+    lines = tail.removesuffix(b"\n").split(b"\n")
+    suspects: list[tuple[int, LogLine]] = []
+    for back, whole in enumerate(reversed(lines)):
+        number = scanned.num_lines - back
+        for raw in reversed(whole[-_LINE_BYTES:].split(b"\r")):
+            text = _text(raw)
+            if _PROGRESS.search(text) and not _NO_PROGRESS.search(text):
+                progress += 1
+                scanned.signs = True
+            elif _DONE.search(text):
+                progress = _WENT_ON
+                scanned.signs = True
+            elif hits := _hits(raw, state):
+                _add_late(hits, raw, number, state)
+            elif "Exception ignored in" in text:  # which Python reports and goes on after
+                suspects = [each for each in suspects if each[1].line > number + _REPORT_LINES]
+            elif weight := _suspicion(text):
+                shown = " ".join(text.split())[:_SHOWN]
+                suspects.append((weight, LogLine(file=scanned.file, line=number, text=shown)))
+            else:
+                scanned.signs |= _is_calm(text) or _SIGNS.search(text) is not None
+            if progress >= _WENT_ON:
+                scanned.went_on = number
+                break
+        if scanned.went_on:
+            break
+    worst = sorted(suspects, key=lambda each: (-each[0], each[1].line))[:_MOST_SUSPECTS]
+    scanned.suspects = sorted((line for _, line in worst), key=lambda each: each.line)
+
+
+def _add_late(hits: Sequence[int], raw: bytes, number: int, state: _State) -> None:
+    """Keep a finding at the end whose signature was found too often before to be kept."""
+    late = [each for each in hits if state.counts[each] >= _MOST]
+    if any(each.line == number for each in state.scanned.found):
+        return
+    for each in late:
+        state.counts[each] = 0
+    _add(late, raw, number, None, state)
+
+
+def _is_calm(text: str) -> bool:
+    """Whether a line was logged below an error."""
+    calm = _INFORMS.search(text) is not None or _WARNS.search(text) is not None
+    return calm and _LOUD.search(text) is None
+
+
+def _suspicion(text: str) -> int:
+    """Return how much a line without a signature looks like an error; 0: not at all."""
+    event = _KUBERNETES_WARNS.search(text) is not None
+    overcome = _HARMLESS.search(text) or (_SURVIVED.search(text) and not _is_raised(text))
+    if overcome or (_is_calm(text) and not event):
+        return 0
+    return (
+        event
+        + 2 * (_LOUD.search(text) is not None)
+        + 2 * (_ERROR_WORDS.search(text) is not None)
+        + (_TROUBLE_WORDS.search(text) is not None)
+    )

@@ -86,6 +86,7 @@ TARGETS: Final[dict[str, Target]] = {
         checker="launcher.render.sbatch:check_slurm",
         sweep_renderer="launcher.render.sbatch:render_sweep",
         nodes_return=False,  # --no-kill gives a node away for good
+        lost="slurm_node_lost",
         exclude="slurm.exclude",
     ),
     **{

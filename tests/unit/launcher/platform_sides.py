@@ -161,7 +161,7 @@ class Side:
         both = f"{own} ({reason})"
         text = _AGE.sub("for <age>", _WHEN.sub("<time>", out))
         text = text.replace(self.output, "<the job's output>")
-        for lost in ("slurm_node_fail", "k8s_pod_lost"):
+        for lost in ("slurm_node_fail", "k8s_pod_lost", "node_lost"):
             text = text.replace(lost, "<lost node>")
         for said in sorted({both, own, reason} - {""}, key=len, reverse=True):
             text = text.replace(said, "<the platform's words>")

@@ -279,14 +279,14 @@ def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | No
     events += [] if code is None else [{"event": "run.ended", "code": code}]
     write_run(tmp_path / "run", events, PEER_LOGS)
     found = diagnose(["run"], tmp_path, io.BytesIO())
-    assert (found.name, found.node, found.survived) == ("slurm_node_fail", "n2", True)
+    assert (found.name, found.node, found.survived) == ("node_lost", "n2", True)
     [told] = run_failures(tmp_path / "run")
     assert (told["class"], told["action"], told["node"]) == (found.name, found.action, "n2")
     (tmp_path / "run" / "job.json").write_text("{}")
     name, text = runbook_of(str(tmp_path / "run"), tmp_path, None)
-    assert name == "slurm_node_fail"
+    assert name == "node_lost"
     assert f"holdfast why {tmp_path}/run\n" in text
-    assert "scontrol show node n2\n" in text
+    assert "nodes exclude" not in text
 
 
 def test_a_pod_that_a_wrapped_manifest_lost_gets_no_word_of_slurm(tmp_path: Path) -> None:
@@ -297,6 +297,16 @@ def test_a_pod_that_a_wrapped_manifest_lost_gets_no_word_of_slurm(tmp_path: Path
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.node, found.survived) == ("k8s_pod_lost", "n2", True)
     assert run_failures(tmp_path / "run")[0]["class"] == "k8s_pod_lost"
+
+
+def test_a_wrapped_batch_script_that_lost_a_node_gets_slurms_word(tmp_path: Path) -> None:
+    """Nobody submitted such a run but sbatch; its attempts are a job's starts."""
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, {})
+    (tmp_path / "run" / "logs" / "4711.0" / "n1").mkdir(parents=True)
+    assert run_failures(tmp_path / "run")[0]["class"] == "slurm_node_fail"
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.runbook) == ("slurm_node_fail", "holdfast runbook slurm_node_fail")
 
 
 def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
@@ -342,7 +352,7 @@ def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) ->
     assert diagnose(names, tmp_path, io.BytesIO()).name == "gpu_xid"
     names[1] = str(tmp_path / "other.log")
     found = diagnose(names, tmp_path, io.BytesIO())
-    assert (found.name, found.node) == ("slurm_node_fail", "n2")
+    assert (found.name, found.node) == ("node_lost", "n2")
 
 
 def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -359,13 +369,49 @@ def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
     assert (found.name, found.node, found.survived) == ("gpu_xid", "n2", True)
 
 
+def test_the_first_of_several_failures_leads_whatever_the_others_are(tmp_path: Path) -> None:
+    """As in `why`: the first that is no mere consequence of a peer's."""
+    peer = exited("n3", 2, Kind.COLLATERAL, "Connection closed by peer")
+    first = exited("n2", 1, Kind.CRASH, "exit code 1")
+    kernel = exited("n1", 0, Kind.NODE_FAULT, "NVRM: Xid (PCI:0000:0a:00): 79, GPU lost")
+    ended = {"event": "run.ended", "code": 94}
+    write_run(tmp_path / "run", [formed(1, "n1", "n2", "n3"), peer, first, kernel, ended], {})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.rank, found.node) == ("child_failed", 1, "n2")
+    assert "gpu_xid" in found.also
+    assert [told["node"] for told in run_failures(tmp_path / "run")][:1] == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "action"),
+    [
+        ("NVRM: Xid (PCI:0000:54:00): 145, RLW_REMAP Nonfatal XC0", "nvlink_fabric",
+         "restart_elsewhere"),
+        ("Xid (PCI:0000:dc:00): 45, Ch 1 caused by previous Xid 149", "nvlink_fabric",
+         "restart_elsewhere"),
+        ("health check: XID 79 on GPU 3", "gpu_xid", "restart_elsewhere"),
+        ("GPU 3: Xid error: 31", "gpu_xid", "fix_user"),
+        ("NVRM: Xid (PCI:0000:54:00): 63, Row Remapper", "gpu_ecc", "none"),
+    ],
+)  # fmt: skip
+def test_an_xid_is_known_in_any_spelling(line: str, name: str, action: str) -> None:
+    found = found_in(f"{line}\n")
+    assert (found.name, found.action) == (name, action)
+
+
+def test_a_warning_alone_is_neither_blamed_nor_health() -> None:
+    found = found_in("WARNING: Connection reset by peer\n")
+    assert (found.name, len(found.evidence)) == ("unknown", 1)
+    assert found_in("WARNING: Connection reset by peer\n" + STEPS).name == "healthy"
+
+
 def test_every_class_of_a_run_is_told(tmp_path: Path) -> None:
     killed = exited("n1", 0, Kind.KILLED, "SIGKILL")
     events = [formed(1, "n1", "n2", "n3"), step(1, 1), killed, formed(2, "n1", "n2", "n3")]
     events += [step(2, 2), {**LOST, "epoch": 2}, formed(3, "n1", "n3"), step(3, 3)]
     write_run(tmp_path / "run", events, {})
     found = diagnose(["run"], tmp_path, io.BytesIO())
-    assert (found.name, found.also) == ("slurm_node_fail", ("child_failed",))
+    assert (found.name, found.also) == ("node_lost", ("child_failed",))
 
 
 def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None:
