@@ -37,8 +37,8 @@ from elastic_trainer.worker.secret import AuthError
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64
 """Connections that have not proved themselves; beyond it the busiest host's oldest makes way."""
-QUEUE: Final = 128
-"""Of a flood so many wait in front of whoever comes: 0.05 s."""
+QUEUE: Final = 1024
+"""So many of a flood wait in front of whoever comes: some 0.4 s."""
 BREATH_S: Final = 0.1
 """No more are accepted for so long when descriptors or threads ran out."""
 IDLE_S: Final = 600.0

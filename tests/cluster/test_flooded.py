@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from live_run import family, live_run, signal_all
+from test_agents_served import free_port
 
 from elastic_trainer.worker.secret import MAGIC
 
@@ -21,12 +22,6 @@ FLOOD_EVERY_S = 0.01
 SLOWER = 1.5
 WORDS = [b"GET /metrics HTTP/1.1\r\n\r\n", MAGIC + b"n" * 64, b"\xff" * 64, b""]
 BEGINNINGS = [b"GET /metrics HTTP/1.1\r\n", MAGIC[:4]]
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def ports_of(agents):

@@ -377,7 +377,7 @@ def test_the_table_has_all_that_listens():
         (
             "elastic_trainer/agent/keeper.py",
             [f"{keepers.MAX_UNPROVED}", f"{keepers.MAX_CONNECTIONS}", f"{HANDSHAKE_BYTES}",
-             f"{AUTHENTICATE_S:g} s", f"queues {keepers.QUEUE}"],
+             f"{AUTHENTICATE_S:g} s", f"queues {keepers.QUEUE:,}"],
         ),
         (
             "elastic_trainer/metrics_server.py",
