@@ -12,6 +12,7 @@ import dataclasses
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,9 +36,11 @@ from elastic_trainer.worker.secret import AuthError
 
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64
-"""Connections that have not proved themselves; beyond it the oldest makes way."""
+"""Connections that have not proved themselves; beyond it the busiest host's oldest makes way."""
+QUEUE: Final = 1024
+"""So many of a flood wait in front of whoever comes: some 0.4 s."""
 BREATH_S: Final = 0.1
-"""No more are accepted for so long when descriptors ran out."""
+"""No more are accepted for so long when descriptors or threads ran out."""
 IDLE_S: Final = 600.0
 """A peer that says nothing for so long is cut off; a writer connects again."""
 _SKIP_BYTES: Final = 1 << 20
@@ -67,12 +70,12 @@ class Keeper:
         links: Sequence[str] = (),
     ) -> None:
         self._directory, self._authenticate, self._key = directory, authenticate, key
-        self._listeners = [listen(each, ports) for each in (address, *links)]
+        self._listeners = [listen(each, ports, backlog=QUEUE) for each in (address, *links)]
         self.port: int = self._listeners[0].getsockname()[1]
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()
-        self._unproved: dict[socket.socket, None] = {}
-        """Oldest first."""
+        self._unproved: dict[socket.socket, str] = {}
+        """Oldest first, with its host."""
         self._closed = False
         self._oldest_epoch = 0
 
@@ -112,7 +115,7 @@ class Keeper:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
             except OSError:
                 if self._closed:
                     return
@@ -123,18 +126,33 @@ class Keeper:
                 if not full:
                     self._make_way()
                     self._socks.add(sock)
-                    self._unproved[sock] = None
+                    self._unproved[sock] = peer[0]
             if full:
                 sock.close()
                 continue
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(sock,), name="holdfast-keeper-peer", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more threads
+                self._forget(sock)
+                time.sleep(BREATH_S)
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._socks.discard(sock)
+            self._unproved.pop(sock, None)
+        sock.close()
 
     def _make_way(self) -> None:
-        """Wake the oldest of too many strangers, whose thread then closes it."""
+        """Wake the oldest of too many strangers, whose thread then closes it.
+
+        It is one of the host that has most of them: who floods makes way for the others.
+        """
         while len(self._unproved) >= MAX_UNPROVED:
-            oldest = next(iter(self._unproved))
+            [(busiest, _)] = Counter(self._unproved.values()).most_common(1)
+            oldest = next(sock for sock, host in self._unproved.items() if host == busiest)
             del self._unproved[oldest]
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -153,10 +171,7 @@ class Keeper:
         except (OSError, EOFError, AuthError, PeerError, ValueError, KeyError, TypeError):
             pass  # gone, or no peer of ours: the socket is all that it costs
         finally:
-            with self._lock:
-                self._socks.discard(sock)
-                self._unproved.pop(sock, None)
-            sock.close()
+            self._forget(sock)
             kept.close()
 
     def _answer(self, channel: Channel, message: dict[str, Any], kept: _Kept) -> None:

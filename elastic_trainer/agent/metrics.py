@@ -1,8 +1,7 @@
 """What one node's agent serves to Prometheus, and the list of a run's agents for its file_sd.
 
 Two threads do it: the agent's loop leaves a value behind and goes on, and waits neither for a slow
-reader nor for storage that stalls. The server's thread imports prometheus-client, after the zygote
-was forked, so that no worker carries it.
+reader nor for storage that stalls.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import socket
-import socketserver
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.agent.membership.notices import Member
 from elastic_trainer.agent.settings import STATES, NodeStatus
+from elastic_trainer.metrics_server import MetricsServer
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.storage.files import write_atomic
 from elastic_trainer.storage.typed import parse_json
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
 
 EPOCH: Final = "__meta_holdfast_epoch"
 """Label of the targets that says of which epoch they are; Prometheus drops it."""
-READER_S: Final = 5.0
-"""A reader that says nothing for so long is cut off."""
 _CLOSE_S: Final = 2.0
 
 
@@ -55,7 +50,7 @@ class NodeMetrics:
         self._wall = wall
         self._status: NodeStatus | None = None
         self._progress_unix = self._committed_unix = 0.0
-        self._server: _MetricsServer | None = None
+        self._server: MetricsServer | None = None
         self._lists: queue.SimpleQueue[tuple[int, Sequence[Member]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="holdfast-targets", daemon=True)
 
@@ -81,7 +76,7 @@ class NodeMetrics:
         """
         self._writer.start()
         try:
-            self._server = _MetricsServer(address, self.port)
+            self._server = MetricsServer(address, self.port, self.collect)
         except OSError as error:
             where, why = f"{address}:{self.port}", error.strerror or error
             sys.stderr.write(
@@ -89,29 +84,17 @@ class NodeMetrics:
                 "see network.metrics_port\n"
             )
             return
-        self.port = self._server.server_port
-        threading.Thread(
-            target=self._serve, args=(self._server,), name="holdfast-metrics", daemon=True
-        ).start()
+        self.port = self._server.port
+        self._server.start()
 
     def close(self) -> None:
         """End both threads; lists that storage does not take are not waited for."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
         self._lists.put(None)
         self._writer.join(_CLOSE_S)
 
     # -- the two threads --------------------------------------------------------------------
-
-    def _serve(self, server: _MetricsServer) -> None:
-        from prometheus_client import CollectorRegistry
-        from prometheus_client.exposition import make_wsgi_app
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        server.set_app(make_wsgi_app(registry))
-        server.serve_forever()
 
     def _write(self) -> None:
         while (wanted := self._lists.get()) is not None:
@@ -162,32 +145,6 @@ class NodeMetrics:
         for kind in Kind:
             faults.add_metric([*of, str(kind)], status.faults.get(str(kind), 0))
         yield faults
-
-
-class _MetricsServer(WSGIServer):
-    """One reader at a time: many, or slow ones, cost their own answers and nothing else."""
-
-    def __init__(self, address: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind, without asking a name service for the address's name as HTTPServer does."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-        self.setup_environ()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leave readers alone that go away or dawdle; anything else is an error of ours."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = READER_S
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
-        """Say nothing: each scrape would be a line of the agent's log."""
 
 
 def write_targets(path: Path, epoch: int, members: Sequence[Member], *, port: int) -> None:

@@ -50,8 +50,9 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
     outlive every node. Agents that serve metrics of their own (network.metrics_port) are listed in
     FILE, too. Nobody has to prove anything to read them: see docs/metrics.md.
     """
-    from prometheus_client import generate_latest, start_http_server
+    from prometheus_client import generate_latest
 
+    from elastic_trainer.metrics_server import MetricsServer
     from launcher.runs.reports.metrics import RunsCollector, write_targets
 
     collector = RunsCollector(runs)
@@ -61,13 +62,14 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
         click.echo("".join(f"{each}\n" for each in collector.problems), nl=False, err=True)
         return EXIT_DONE
     try:
-        server, _ = start_http_server(listen[1], listen[0], collector.registry())
+        server = MetricsServer(*listen, collector.collect)
     except OSError as error:
         where = f"{listen[0]}:{listen[1]}"
         raise UserError(
             "HF696", f"cannot listen on {where}: {error.strerror or error}; see --listen"
         ) from error
-    address = f"{listen[0]}:{server.server_port}"
+    server.start()
+    address = f"{listen[0]}:{server.port}"
     agents = collector.agents()
     if targets is not None:
         write_targets(targets, address, agents)
@@ -89,5 +91,5 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        server.shutdown()
+        server.close()
     return EXIT_DONE

@@ -54,11 +54,11 @@ _OUT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _IP_BIND_ADDRESS_NO_PORT: Final = 24  # linux/in.h; Python has the name from 3.12 on
 
 
-def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
+def listen(address: str, ports: range, *, first: int = 0, backlog: int = BACKLOG) -> socket.socket:
     """Return a socket that listens on the first free port of `ports`.
 
     They are tried once, from index `first` on; `range(1)` lets the system pick. `address` is
-    numeric, IPv4 or IPv6; `::` is all of both.
+    numeric, IPv4 or IPv6; `::` is all of both. `backlog` connections wait for an accept.
 
     Raises:
         OSError: no port is free, or the address is not this machine's.
@@ -68,7 +68,7 @@ def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
         port = ports[(first + attempt) % len(ports)]
         try:
             return socket.create_server(
-                (address, port), family=family, backlog=BACKLOG, dualstack_ipv6=address == "::"
+                (address, port), family=family, backlog=backlog, dualstack_ipv6=address == "::"
             )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

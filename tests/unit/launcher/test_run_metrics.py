@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -20,7 +26,8 @@ from launcher.render.local import render_local
 from launcher.runs.reports.metrics import RunsCollector, agents_of, write_targets
 from launcher.spec.reading import load_spec
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-cpu.yaml"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 
 
 def event(name, step=None, *, t=0.0, epoch=1, **fields):
@@ -169,3 +176,22 @@ def test_bad_addresses_and_folders_are_told_in_words(tmp_path):
         assert done_.exit_code == 2
     told = CliRunner().invoke(cli, ["metrics", "--runs", str(tmp_path / "no"), "--once"])
     assert str(tmp_path / "no") in told.stderr
+
+
+@pytest.mark.process
+def test_it_is_read_by_http_and_ends_though_a_reader_dawdles(tmp_path):
+    command = [sys.executable, "-m", "launcher.cli.main", "metrics", "--listen", "127.0.0.1:0"]
+    command += ["--runs", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(re.search(r"127\.0\.0\.1:(\d+)/metrics", process.stderr.readline())[1])
+            with socket.create_connection(("127.0.0.1", port), 60) as slow:
+                slow.sendall(b"GET /metrics HTTP/1.1\r\n")
+                url = f"http://127.0.0.1:{port}/metrics"
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    assert b"holdfast_unread_runs 0.0" in answer.read()
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
