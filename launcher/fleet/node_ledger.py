@@ -27,11 +27,13 @@ import secrets
 import socket
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
@@ -69,7 +71,6 @@ _FRAME_BYTES: Final = 64
 """Of that, around the entries."""
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
-_ELSEWHERE: Final = "name another place in cluster.fleet"
 _Others = Callable[[], list[Entry] | None]
 """Reads the entries of the other place; None: it cannot be read."""
 
@@ -97,7 +98,7 @@ class NodeLedger:
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._places: tuple[_Folder | _Register, ...]
+        self._places: tuple[_Place, ...]
         """For all; for operators."""
         if isinstance(place, Path):
             self._places = (_Folder(place), _Folder(place / OPERATORS, operator=True))
@@ -249,9 +250,12 @@ def node_ledger_at(
     place: str,
     server: Callable[[], Server] = _current_cluster,
     *,
+    in_pod: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> NodeLedger:
     """Return the ledger at a place: a folder, or `kubernetes://NAMESPACE/NAME`.
+
+    A program `in_pod` has no right to the ConfigMap of operators, and does without.
 
     Raises:
         UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.
@@ -266,7 +270,8 @@ def node_ledger_at(
     except ValueError as error:
         raise UserError("HF690", f"cluster.fleet: {error}") from error
     api = server()
-    return NodeLedger(*(KubernetesBoard(api, *each) for each in addresses), wall=wall)
+    registers = (KubernetesBoard(api, *each) for each in addresses[: 1 if in_pod else 2])
+    return NodeLedger(*registers, wall=wall)
 
 
 def place_for(run_dir: Path) -> str:
@@ -301,7 +306,56 @@ def _short(entry: Entry) -> Entry:
     return replace(entry, reason=_text(entry.reason, _REASON_CHARS)).checked()
 
 
-class _Folder:
+class _Place(ABC):
+    """Where entries are: for all, or for operators only."""
+
+    def __init__(self, what: str, *, operator: bool) -> None:
+        self._what, self._operator = what, operator
+
+    @abstractmethod
+    def read(self) -> tuple[list[Entry], dict[str, str]]:
+        """Return the entries, and what is none: name -> why.
+
+        Raises:
+            UserError: HF690.
+        """
+
+    @abstractmethod
+    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+        """Write entries, forget what is over, and return the new ones.
+
+        Raises:
+            UserError: HF690. NoOperatorError: only operators may.
+        """
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Do what runs may not have the right to do.
+
+        Raises:
+            UserError: HF690.
+        """
+
+    @abstractmethod
+    def _fix(self) -> str:
+        """Return what has to be done where a right is missing."""
+
+    def _entry(self, raw: Any) -> Entry:
+        return replace(Entry.of_json(raw), operator=self._operator)
+
+    @contextmanager
+    def _reached(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            denied = isinstance(error, PermissionError)
+            kind = NoOperatorError if denied and self._operator else UserError
+            fix = self._fix() if denied else "name another place in cluster.fleet"
+            said = f"the fleet's ledger {self._what} cannot be {verb}: {error.strerror or error}"
+            raise kind("HF690", f"{said}; {fix}") from error
+
+
+class _Folder(_Place):
     """One file for each entry, which everybody can read who can read the folder.
 
     Who may make folders beside it may write there, whatever the umask of who made it; only those
@@ -309,26 +363,21 @@ class _Folder:
     """
 
     def __init__(self, folder: Path, *, operator: bool = False) -> None:
-        self._folder, self._operator = folder, operator
+        self._folder = folder.absolute()
+        super().__init__(str(self._folder), operator=operator)
 
     def read(self) -> tuple[list[Entry], dict[str, str]]:
-        """Return the entries, and what is none: path -> why.
-
-        Raises:
-            UserError: HF690.
-        """
         found, passed = [], {}
         with self._reached("read"):
             look_afresh(self._folder)
             paths = sorted(self._folder.iterdir()) if self._is_there() else []
         for path in (each for each in paths if each.suffix == ".json"):
             try:
-                raw = parse_json(read_regular(path, _MAX_BYTES))
-                found.append(replace(Entry.of_json(raw), operator=self._operator))
+                found.append(self._entry(parse_json(read_regular(path, _MAX_BYTES))))
             except FileNotFoundError:
                 continue  # removed meanwhile: it was old
             except PermissionError:
-                passed[str(path)] = f"its owner, {_owner(path)}, runs: chmod a+r {path}"
+                passed[str(path)] = _by_owner("chmod a+r", path)
             except (OSError, ValueError) as error:
                 passed[str(path)] = f"{error}; its owner is {_owner(path)}"
         return found, passed
@@ -373,8 +422,8 @@ class _Folder:
         if not stat.S_ISDIR(info.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         trusted = info.st_uid in {0, above.st_uid} and not info.st_mode & stat.S_IWOTH
-        if self._operator and not trusted:
-            raise PermissionError(errno.EACCES, "others can have written there")
+        if self._operator and not (trusted and _is_sticky(above)):
+            raise PermissionError(errno.EACCES, "others can have put it there")
         return True
 
     def _make(self) -> None:
@@ -387,17 +436,18 @@ class _Folder:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             else:
                 self._folder.mkdir(exist_ok=True)
-                self._folder.chmod(0o755)
+                _give(self._folder, above.stat(), 0o755)
             return
         above.mkdir(parents=True, exist_ok=True)
-        mode = above.stat().st_mode
+        like = above.stat()
+        mode = like.st_mode & 0o2777 | stat.S_ISVTX | stat.S_IRWXU
         for others, all_ in ((stat.S_IWGRP, stat.S_IRWXG), (stat.S_IWOTH, stat.S_IRWXO)):
             mode |= all_ if mode & others else 0
         temp = above / f".{self._folder.name}-{secrets.token_hex(8)}"
         temp.mkdir(0o700)
         (temp / OPERATORS).mkdir()
-        (temp / OPERATORS).chmod(0o755)
-        temp.chmod(mode & 0o2777 | stat.S_ISVTX | stat.S_IRWXU)
+        _give(temp / OPERATORS, like, 0o755)
+        _give(temp, like, mode)
         try:
             temp.rename(self._folder)
         except OSError:  # another was first
@@ -406,31 +456,43 @@ class _Folder:
             if not self._folder.is_dir():
                 raise
 
-    @contextmanager
-    def _reached(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            denied = isinstance(error, PermissionError)
-            kind = NoOperatorError if denied and self._operator else UserError
-            fix = self._mend() if denied else _ELSEWHERE
-            why = error.strerror or error
-            said = f"the fleet's ledger {self._folder} cannot be {verb}: {why}; {fix}"
-            raise kind("HF690", said) from error
-
-    def _mend(self) -> str:
-        """Return who has to run which command."""
-        for folder in reversed(self._folder.parents):
-            if not os.access(folder, os.X_OK):
-                return f"its owner, {_owner(folder)}, runs: chmod a+x {folder}"
+    def _fix(self) -> str:
         folder = self._folder
-        if not self._operator:
-            if folder.exists():
-                return f"its owner, {_owner(folder)}, runs: chmod 1777 {folder}"
-            above = next(each for each in folder.parents if each.exists())
-            return f"the owner of {above}, {_owner(above)}, runs: mkdir -pm 1777 {folder}"
-        who = f"only operators say this: {_owner(folder.parent)}, root, and users for whom they run"
-        return f"{who}: chgrp GROUP {folder}; chmod 0775 {folder}"
+        for each in reversed(folder.parents):
+            if not os.access(each, os.X_OK):
+                return _by_owner("chmod a+x", each)
+        if self._operator and not _is_sticky(folder.parent.stat()):
+            return _by_owner("chmod +t", folder.parent)
+        if self._operator:
+            who = f"only operators say this: root and {_owner(folder.parent)}, and for more"
+            return (
+                f"{who} they run: chgrp GROUP {quote(str(folder))}; chmod 775 {quote(str(folder))}"
+            )
+        if folder.exists():
+            return _by_owner("chmod 1777", folder)
+        above = next(each for each in folder.parents if each.exists())
+        return f"the owner of {above}, {_owner(above)}, runs: mkdir -pm 1777 {quote(str(folder))}"
+
+
+def _give(folder: Path, like: os.stat_result, mode: int) -> None:
+    """Set the mode of a new folder; what root has made belongs to whom the one above does."""
+    # By descriptor: whoever may rename here cannot lead root to another file.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not os.geteuid():
+            os.fchown(fd, like.st_uid, like.st_gid)
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
+
+
+def _is_sticky(info: os.stat_result) -> bool:
+    """Whether others cannot rename what somebody has in a folder."""
+    return bool(info.st_mode & stat.S_ISVTX or not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _by_owner(command: str, path: Path) -> str:
+    return f"its owner, {_owner(path)}, runs: {command} {quote(str(path))}"
 
 
 def _owner(path: Path) -> str:
@@ -444,29 +506,25 @@ def _owner(path: Path) -> str:
         return f"user {uid}"
 
 
-class _Register:
+class _Register(_Place):
     """All entries as the content of a register."""
 
     def __init__(self, register: Board, *, operator: bool = False) -> None:
-        self._register, self._operator = register, operator
+        super().__init__("for operators" if operator else "for all", operator=operator)
+        self._register = register
 
     def read(self) -> tuple[list[Entry], dict[str, str]]:
-        """Return the entries, and what is none: number -> why.
-
-        Raises:
-            UserError: HF690.
-        """
-        with self._reached():
+        with self._reached("read"):
             found = self._register.get_state()
         return ([], {}) if found is None else self._decoded(found[0])
 
     def prepare(self) -> None:
-        with self._reached():
+        with self._reached("made"):
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
 
     def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
-        with self._reached():
+        with self._reached("written"):
             current = self._register.get_state()
             for _ in range(_SWAPS):
                 known, token = (
@@ -497,27 +555,19 @@ class _Register:
             if not isinstance(listed, list):
                 raise TypeError("entries is no list")  # noqa: TRY301  one message for all
         except (ValueError, KeyError, TypeError) as error:
-            said = f"the fleet's ledger is damaged, or another version's: {error}; {_ELSEWHERE}"
-            raise UserError("HF690", said) from error
+            said = f"the fleet's ledger {self._what} is damaged, or another version's: {error}"
+            raise UserError("HF690", f"{said}; an operator empties or replaces it") from error
         found, passed = [], {}
         for number, raw in enumerate(listed):
             try:
-                found.append(replace(Entry.of_json(raw), operator=self._operator))
+                found.append(self._entry(raw))
             except ValueError as error:
                 passed[f"number {number}"] = str(error)
         return found, passed
 
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            denied = isinstance(error, PermissionError) and self._operator
-            role = f"{LEDGER}-{OPERATORS}" if self._operator else LEDGER
-            fix = f"have an administrator grant the Role {role} of manifests/base"
-            kind = NoOperatorError if denied else UserError
-            said = f"the fleet's ledger: {error}; {fix}, or {_ELSEWHERE}"
-            raise kind("HF690", said) from error
+    def _fix(self) -> str:
+        role = f"{LEDGER}-{OPERATORS}" if self._operator else LEDGER
+        return f"have an administrator grant the Role {role} of manifests/base"
 
 
 def _encoded(entries: Iterable[Entry]) -> bytes:

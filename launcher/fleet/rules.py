@@ -275,7 +275,9 @@ def moved(
             continue
         reason = f"{gpu} has come from {before.machine}: {before.reason}"
         entry = replace(before, t_unix=t_unix, machine=machine, source="gpu", reason=reason)
-        found.append(replace(entry, by=by, run="", origin=before.origin or before.name))
+        found.append(
+            replace(entry, by=by, run="", origin=before.origin or before.name, operator=False)
+        )
     return found
 
 

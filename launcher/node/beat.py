@@ -196,7 +196,7 @@ class Strikes:
 
     def _serve(self) -> None:
         try:
-            fleet = node_ledger_at(place_for(self._run_dir), self._server)
+            fleet = node_ledger_at(place_for(self._run_dir), self._server, in_pod=True)
         except FileNotFoundError:
             return  # it has no token: the launcher does this, when it fetches the record
         except (HoldfastError, ValueError) as error:

@@ -265,6 +265,38 @@ def test_only_an_operator_ends_an_operators_word():
     assert out(bad, release_of(bad)) == out(bad, release_of(bad, operator=True)) == set()
 
 
+class Denied(Register):
+    """One that may be read only, or not even that."""
+
+    readable = True
+
+    def get_state(self):
+        if not self.readable:
+            raise PermissionError(13, "forbidden")
+        return super().get_state()
+
+    def set_state(self, state, token=None):
+        raise PermissionError(13, "forbidden")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_who_is_no_operator_speaks_as_anybody_and_is_told_what_that_does_not_do(readable):
+    public, operators = Register(), Denied()
+    word = entry("n1", Verdict.OUT)
+    operators.content = json.dumps({"v": 1, "entries": [word.to_json()]}).encode()
+    fleet = NodeLedger(public, operators, wall=lambda: NOW)
+    about = {"reason": "x", "now_unix": NOW}
+    with pytest.raises(UserError, match="holdfast-fleet-operators"):
+        release(fleet, ["n1"], check=None, **about)
+    assert public.content is None
+    operators.readable = readable
+    assert [each.operator for each in exclude(fleet, ["n2"], for_s=None, **about)] == [False]
+    assert out(*fleet.entries()) == ({"n1", "n2"} if readable else {"n2"})
+    assert len(fleet.trouble) == (not readable)
+    assert [each.operator for each in release(fleet, ["n2"], check=None, **about)] == [False]
+    assert "n2" not in out(*fleet.entries())
+
+
 def test_what_an_entry_says_of_itself_is_not_read(tmp_path):
     fleet = folder(tmp_path, lambda: NOW)
     fleet.add(entry())

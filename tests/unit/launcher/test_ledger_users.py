@@ -66,6 +66,11 @@ def ledger(shared):
     return NodeLedger(shared / "fleet", wall=lambda: NOW)
 
 
+def release_by_user(shared, name):
+    about = {"check": None, "reason": "x", "now_unix": NOW}
+    return [each.operator for each in release(ledger(shared), [name], **about)]
+
+
 def out(shared):
     found = ledger(shared)
     held = standings(found.entries(), NOW)
@@ -93,18 +98,14 @@ def test_only_the_owner_and_root_are_operators(shared):
         done = exclude(ledger(shared), names, reason="x", for_s=None, now_unix=NOW)
         return sum(each.operator for each in done)
 
-    def releases(name):
-        about = {"check": None, "reason": "x", "now_unix": NOW}
-        return [each.operator for each in release(ledger(shared), [name], **about)]
-
     assert as_user(ONE, lambda: excludes(["n99"])) == 1
     assert as_user(TWO, lambda: excludes(POOL[:90])) == 0
     off = kept_off(standings(ledger(shared).entries(), NOW), POOL, 1)
     assert len(off) == 1 + 5
-    code, said = as_user(TWO, lambda: releases("n99"))
+    code, said = as_user(TWO, lambda: release_by_user(shared, "n99"))
     assert (code, f"chgrp GROUP {shared / 'fleet' / OPERATORS}" in said) == ("HF690", True)
-    assert as_user(TWO, lambda: releases("n7")) == [False]
-    assert as_user(ONE, lambda: releases("n99")) == [True]
+    assert as_user(TWO, lambda: release_by_user(shared, "n7")) == [False]
+    assert as_user(ONE, lambda: release_by_user(shared, "n99")) == [True]
     assert excludes(["n50"]) == 1
     held = standings(ledger(shared).entries(), NOW)
     assert sorted(n for n, each in held.items() if each.by_operator) == ["n50"]
@@ -125,6 +126,24 @@ def test_a_folder_of_operators_that_another_has_made_counts_for_nothing(shared):
     ledger(shared).add(entry("n2", Verdict.OUT))
     names, [said] = as_user(ONE, lambda: out(shared))
     assert (names, "HF690" in said) == (["n2"], True)
+
+
+def test_a_folder_in_which_others_may_rename_has_no_operators_until_it_is_sticky(shared):
+    exclude(ledger(shared), ["n1"], reason="x", for_s=None, now_unix=NOW)
+    place = shared / "fleet"
+    place.chmod(0o777)
+    names, [said] = as_user(ONE, lambda: out(shared))
+    assert (names, f"chmod +t {place}" in said) == ([], True)
+    place.chmod(0o1777)
+    assert as_user(ONE, lambda: out(shared)) == [["n1"], []]
+
+
+def test_what_root_makes_in_a_users_folder_is_the_users(shared):
+    os.chown(shared, ONE, ONE)
+    shared.chmod(0o755)
+    ledger(shared).add(entry("n1", Verdict.OUT))
+    assert as_user(ONE, lambda: len(ledger(shared).add(entry("n2")))) == 1
+    assert as_user(ONE, lambda: release_by_user(shared, "n1")) == [True]
 
 
 @pytest.mark.parametrize(
