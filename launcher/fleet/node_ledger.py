@@ -314,27 +314,15 @@ class _Place(ABC):
 
     @abstractmethod
     def read(self) -> tuple[list[Entry], dict[str, str]]:
-        """Return the entries, and what is none: name -> why.
-
-        Raises:
-            UserError: HF690.
-        """
+        """Return the entries, and what is none: name -> why; UserError HF690."""
 
     @abstractmethod
     def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
-        """Write entries, forget what is over, and return the new ones.
-
-        Raises:
-            UserError: HF690. NoOperatorError: only operators may.
-        """
+        """Write entries, forget what is over, return the new ones; NoOperatorError, UserError."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do what runs may not have the right to do.
-
-        Raises:
-            UserError: HF690.
-        """
+        """Do what runs may not have the right to do; UserError HF690."""
 
     @abstractmethod
     def _fix(self) -> str:

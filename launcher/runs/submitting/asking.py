@@ -119,11 +119,11 @@ def ask_with_ledger(
 
 
 def prepare_ledger(ledger: NodeLedger) -> tuple[Problem, ...]:
-    """Make the ledger's ConfigMap if it is missing; return why that failed."""
+    """Make the ledger's ConfigMap if it is missing; return why runs cannot write the ledger."""
     try:
         ledger.prepare()
     except (UserError, PlatformError) as error:
-        return (_warning("HF189", f"pods cannot write the fleet's ledger: {error}"),)
+        return (_warning("HF189", f"runs cannot write the fleet's ledger: {error}"),)
     return ()
 
 
