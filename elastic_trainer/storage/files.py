@@ -28,16 +28,20 @@ _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, 
 """What file systems without hard links say, by their kind."""
 
 
-def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a new file; `durable`: it is on the disk on return.
+def write_new(
+    path: Path, content: bytes, *, durable: bool = False, mode: int | None = None
+) -> None:
+    """Write a new file; `durable`: it is on the disk on return; without a `mode` the umask decides.
 
     Raises:
         FileExistsError: the name is taken, perhaps by a link.
         OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o666)  # the umask decides
+    fd = os.open(path, flags, 0o666)
     try:
+        if mode is not None:
+            os.fchmod(fd, mode)
         view = memoryview(content)
         while view:
             view = view[os.write(fd, view) :]
@@ -73,10 +77,13 @@ def publish(
     path: Path,
     content: bytes,
     *,
+    mode: int | None = None,
     link: Callable[[Path, Path], None] = os.link,
     claim_s: float = CLAIM_S,
 ) -> bool:
     """Write a file to the disk, complete or not at all; return False if it was there already.
+
+    Without a `mode` the umask decides.
 
     After a lost reply of NFS the file that was there may be this call's: read it.
 
@@ -89,7 +96,7 @@ def publish(
     if path.exists():
         return False
     with beside(path) as temp:
-        write_new(temp, content, durable=True)
+        write_new(temp, content, durable=True, mode=mode)
         try:
             link(temp, path)
         except FileExistsError:

@@ -14,10 +14,10 @@ import click
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, say
 from launcher.fleet import nodes as ops
 from launcher.fleet.node_ledger import node_ledger_at
+from launcher.fleet.rules import CAP, Entry
 from launcher.platforms.base import Machine
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.targets import target_named
-from launcher.record.fleet import Entry
 from launcher.spec.errors import PlatformError, UserError
 
 NODES_EPILOG = """\b
@@ -59,7 +59,10 @@ def nodes() -> None:
 def list_nodes(*, fleet: str, target: str, as_json: bool) -> None:
     """List machines that the ledger, or the platform, holds something against."""
     machines, away = _machines(target)
-    rows = [row.to_json() for row in ops.listed(node_ledger_at(fleet), machines, time.time())]
+    ledger = node_ledger_at(fleet)
+    rows = [row.to_json() for row in ops.listed(ledger, machines, time.time())]
+    for trouble in ledger.trouble:
+        say(trouble)
     if as_json:
         print_json(rows)
         return
@@ -95,6 +98,8 @@ def exclude(
     done = ops.exclude(
         node_ledger_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time()
     )
+    if not all(entry.operator for entry in done):
+        say(f"no operator of {fleet} says so: at most {CAP:.0%} of the machines are kept from jobs")
     _told(done, as_json=as_json)
 
 
@@ -133,6 +138,10 @@ def release(
         reason=said,
         now_unix=time.time(),
     )
+    for name in [
+        name for name in names if not {name} & {s for e in done for s in (e.machine, e.gpu)}
+    ]:
+        say(f"{name}: nothing is held against it")
     _told(done, as_json=as_json)
 
 
@@ -143,7 +152,10 @@ def release(
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> None:
     """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
     wanted = set(_names(nodes))
-    found = node_ledger_at(fleet).entries()
+    ledger = node_ledger_at(fleet)
+    found = ledger.entries()
+    for trouble in ledger.trouble:
+        say(trouble)
     entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
     _told(entries, as_json=as_json)
 
@@ -168,7 +180,8 @@ def _told(entries: Sequence[Entry], *, as_json: bool) -> None:
     for entry in entries:
         until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
         run = f" ({entry.run})" if entry.run else ""
-        what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
+        source = "operator" if entry.operator else entry.source
+        what = f"{entry.verdict}{until}  {source}{run}: {entry.reason}"
         where = f"{entry.machine} {entry.gpu}".rstrip()
         click.echo(f"{_date(entry.t_unix)}  {where}  {what}  by {entry.by}")
 

@@ -27,7 +27,7 @@ from launcher.fleet.nodes import note_failed, note_moved
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.fleet.preflight.report import Expected, NodeReport
 from launcher.render.local import checkpoint_dir, resolve
-from launcher.spec.errors import UserError
+from launcher.spec.errors import HoldfastError, UserError
 from launcher.spec.reading import load_spec
 
 EPILOG = """\b
@@ -115,7 +115,10 @@ def preflight(  # noqa: PLR0917  click passes options by name
     out = []
     if target == "slurm":
         ledger, now = node_ledger_at(fleet), time.time()
-        out = [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
+        try:
+            out = [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
+        except HoldfastError as error:
+            say(f"what was found is not in the fleet's ledger: {error}")
     failed = [report for report in reports if report.level == "fail"]
     if not failed:
         round_.tidy()

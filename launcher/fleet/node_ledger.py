@@ -1,10 +1,17 @@
 """The fleet's ledger of nodes: entries that are only ever added; all who submit read them.
 
-It is a folder on shared storage with one file for each entry, never changed: an entry is published
-by link(2) under a name that its content gives it (`atomic_file.publish`), so any number of writers
-need no lock, and one who reads the same run writes the same file again. Or, where launcher and pods
-share no folder, it is a ConfigMap: the register that is the board of a run there too, swapped by
-compare and swap, with what no longer counts left out once it is large.
+It has two places. What runs, preflight and any user say goes into one that all of them may write.
+What operators say goes into another that only they can write: that, and nothing an entry says of
+itself, makes it an operator's.
+
+| | all may write | operators only |
+|---|---|---|
+| folder | FOLDER | FOLDER/operators, of FOLDER's owner or root, and not writable by all |
+| register (ConfigMap) | NAMESPACE/NAME | NAMESPACE/NAME-operators, which no pod may write |
+
+In a folder each entry is a file, never changed: it is published by link(2) under a name that its
+content gives it (`storage.files.publish`), so any number of writers need no lock, and one who reads
+the same run writes the same file again. A ConfigMap is swapped by compare and swap.
 
 Its place is `cluster.fleet` of the job. By default it is `fleet` beside the run directories, or the
 ConfigMap `holdfast-fleet` for a job on Kubernetes whose claim the launcher does not see.
@@ -12,33 +19,42 @@ ConfigMap `holdfast-fleet` for a job on Kubernetes whose claim the launcher does
 
 from __future__ import annotations
 
+import errno
 import getpass
-import json
 import os
+import pwd
+import secrets
 import socket
+import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
 from elastic_trainer.storage.files import look_afresh, publish, read_json, read_regular
 from elastic_trainer.storage.typed import parse_json
-from launcher.record.files import events_named, newest_events
-from launcher.record.fleet import (
+from launcher.fleet.rules import (
+    CLOCKS_S,
     EVIDENCE,
+    HARVEST_S,
     KEPT_S,
+    STRIKE_S,
     Entry,
     Verdict,
-    bounded,
     entries_of,
     gpus_seen,
+    kept,
     moved,
 )
-from launcher.spec.errors import UserError, writing
+from launcher.record.files import events_named, newest_events
+from launcher.render.kubernetes_names import LEDGER, OPERATORS
+from launcher.spec.errors import HoldfastError, UserError
 
 if TYPE_CHECKING:
     from elastic_trainer.board.kubernetes_board import Server
@@ -47,15 +63,20 @@ FOLDER: Final = "fleet"
 """Its name beside the runs."""
 _MAX_BYTES: Final = 64 * 1024
 """Longest file of an entry."""
-MOST_BYTES: Final = 512 * 1024
-"""Longest content of a ConfigMap, which takes 1 MiB: some 1,500 entries."""
+MOST_BYTES: Final = 768 * 1024
+"""Longest content of a ConfigMap, which takes 1 MiB: some 3,500 entries."""
 _REASON_CHARS: Final = 300
+_RUN_CHARS: Final = 253
+_FRAME_BYTES: Final = 64
+"""Of that, around the entries."""
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
-_WAY_OUT: Final = (
-    "name another place in cluster.fleet, or have an administrator grant the Role holdfast-fleet "
-    "of manifests/base"
-)
+_Others = Callable[[], list[Entry] | None]
+"""Reads the entries of the other place; None: it cannot be read."""
+
+
+class NoOperatorError(UserError):
+    """This user may not write where operators do."""
 
 
 class NodeLedger:
@@ -63,41 +84,102 @@ class NodeLedger:
 
     Args:
         place: a folder, which need not exist, or a register (a board), with nothing else in it.
+        operators: the register for operators; a folder has its own.
         wall: the clock.
     """
 
-    def __init__(self, place: Path | Board, *, wall: Callable[[], float] = time.time) -> None:
-        self._store: _Folder | _Register = (
-            _Folder(place) if isinstance(place, Path) else _Register(place)
-        )
+    trouble: tuple[str, ...] = ()
+    """What `entries` has passed over the last time, and how to mend it, for people."""
+
+    def __init__(
+        self,
+        place: Path | Board,
+        operators: Board | None = None,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._places: tuple[_Place, ...]
+        """For all; for operators."""
+        if isinstance(place, Path):
+            self._places = (_Folder(place), _Folder(place / OPERATORS, operator=True))
+        else:
+            more = () if operators is None else (_Register(operators, operator=True),)
+            self._places = (_Register(place), *more)
         self._wall = wall
         self._told: set[str] = set()
         """Names of entries that `harvest` has added."""
 
     def entries(self) -> list[Entry]:
-        """Return all entries, by time; skip anything else.
+        """Return all entries, by time; pass over what is none, and leave word in `trouble`.
 
         Raises:
-            UserError: HF690 it cannot be read.
+            UserError: HF690 nothing can be read. PlatformError: the cluster is away.
         """
-        return sorted(self._store.entries(), key=lambda entry: (entry.t_unix, entry.machine))
+        found, trouble, failures = [], [], []
+        latest = self._wall() + CLOCKS_S
+        for place in self._places:
+            try:
+                mine, passed = place.read()
+            except HoldfastError as error:
+                failures.append(error)
+                continue
+            passed |= {each.name: "it is of the future" for each in mine if each.t_unix > latest}
+            found += [each for each in mine if each.t_unix <= latest]
+            for name, why in list(passed.items())[:1]:
+                trouble.append(f"{len(passed)} of the ledger's entries do not count: {name}: {why}")
+        if len(failures) == len(self._places):
+            raise failures[0]
+        self.trouble = (*trouble, *map(str, failures))
+        return sorted(found, key=lambda entry: (entry.t_unix, entry.machine))
 
     def add(self, *entries: Entry) -> list[Entry]:
-        """Write entries; return the new ones.
+        """Write entries as anybody's; return the new ones.
 
         Raises:
-            UserError: HF690 it cannot be written, or is full.
+            UserError: HF690 they cannot be written.
         """
-        short = [replace(each, reason=each.reason[:_REASON_CHARS]) for each in entries]
-        return self._store.add(short, self._wall()) if short else []
+        return self._add(0, entries)
+
+    def say(self, entries: Sequence[Entry], *, must: bool = False) -> list[Entry]:
+        """Write what a user says, as an operator's word if he is one; return it.
+
+        As anybody's it `must` not be: it would say nothing.
+
+        Raises:
+            UserError: HF690 it cannot be written.
+        """
+        if len(self._places) > 1:
+            try:
+                self._add(1, entries)
+            except NoOperatorError:
+                if must:
+                    raise
+            else:
+                return [replace(each, operator=True) for each in entries]
+        self._add(0, entries)
+        return list(entries)
+
+    def _add(self, index: int, entries: Iterable[Entry]) -> list[Entry]:
+        try:
+            short = [_short(each) for each in entries]
+        except ValueError as error:
+            raise UserError("HF690", f"this is no entry of the fleet's ledger: {error}") from error
+
+        def others() -> list[Entry] | None:
+            rest = (place for place in self._places if place is not self._places[index])
+            with suppress(HoldfastError):
+                return [entry for place in rest for entry in place.read()[0]]
+            return None
+
+        return self._places[index].add(short, others, self._wall()) if short else []
 
     def prepare(self) -> None:
-        """Make the place, where that takes a right that pods do not have: a ConfigMap.
+        """Make a ConfigMap that is missing, which pods cannot; see that a folder can be written.
 
         Raises:
-            UserError: HF690 it cannot be made.
+            UserError: HF690 it cannot be made, or written.
         """
-        self._store.prepare()
+        self._places[0].prepare()
 
     def harvest(
         self,
@@ -110,7 +192,7 @@ class NodeLedger:
         """Add what a run's record holds against machines; return what was new.
 
         What is held against a GPU is added to the machine that has it now. What this object has
-        added before is skipped.
+        added before is skipped, and so are strikes that no longer count.
 
         Args:
             run_dir: the run.
@@ -121,16 +203,21 @@ class NodeLedger:
         Raises:
             UserError: HF613 the record cannot be read; HF690 the ledger cannot be written.
         """
-        since = max(since_unix, self._wall() - KEPT_S)
+        now = self._wall()
         if newest:
             found = newest_events(run_dir, writer=only)
             events = [event for event in found if event.event in EVIDENCE]
         else:
+            since = max(since_unix, now - HARVEST_S)
             events = events_named(run_dir, EVIDENCE, since_unix=since)
         # Launcher and pods may have the run in folders of other names.
         run = str(read_json(run_dir / "job.json").get("run_id") or run_dir.name)
-        entries = entries_of(events, run=run, by=writer())
-        fresh = [each for each in entries if each.t_unix >= since and each.name not in self._told]
+        fresh = []
+        for each in entries_of(events, run=_text(run, _RUN_CHARS), by=writer()):
+            counts = now - (STRIKE_S if each.verdict == Verdict.STRIKE else HARVEST_S)
+            if each.t_unix >= max(since_unix, counts) and each.name not in self._told:
+                with suppress(ValueError):  # a host that no machine is called
+                    fresh.append(_short(each))
         new = self.add(*fresh)
         self._told |= {each.name for each in fresh}
         seen = {gpu: at for gpu, at in gpus_seen(events).items() if f"{gpu} {at}" not in self._told}
@@ -163,9 +250,12 @@ def node_ledger_at(
     place: str,
     server: Callable[[], Server] = _current_cluster,
     *,
+    in_pod: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> NodeLedger:
     """Return the ledger at a place: a folder, or `kubernetes://NAMESPACE/NAME`.
+
+    A program `in_pod` has no right to the ConfigMap of operators, and does without.
 
     Raises:
         UserError: HF690 the place is malformed; HF632, HF750 to HF752 the cluster is out of reach.
@@ -176,10 +266,12 @@ def node_ledger_at(
     from elastic_trainer.board.kubernetes_board import KubernetesBoard
 
     try:
-        namespace, name = parse_address(place)
+        addresses = [parse_address(place), parse_address(f"{place}-{OPERATORS}")]
     except ValueError as error:
         raise UserError("HF690", f"cluster.fleet: {error}") from error
-    return NodeLedger(KubernetesBoard(server(), namespace, name), wall=wall)
+    api = server()
+    registers = (KubernetesBoard(api, *each) for each in addresses[: 1 if in_pod else 2])
+    return NodeLedger(*registers, wall=wall)
 
 
 def place_for(run_dir: Path) -> str:
@@ -200,125 +292,273 @@ def writer() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-class _Folder:
-    """One file for each entry."""
+def _text(text: str, most: int) -> str:
+    """Return what of a text can be written."""
+    return text.encode(errors="replace").decode()[:most]
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    def entries(self) -> list[Entry]:
+def _short(entry: Entry) -> Entry:
+    """Return an entry as it is written.
+
+    Raises:
+        ValueError: nobody could read it.
+    """
+    return replace(entry, reason=_text(entry.reason, _REASON_CHARS)).checked()
+
+
+class _Place(ABC):
+    """Where entries are: for all, or for operators only."""
+
+    def __init__(self, what: str, *, operator: bool) -> None:
+        self._what, self._operator = what, operator
+
+    @abstractmethod
+    def read(self) -> tuple[list[Entry], dict[str, str]]:
+        """Return the entries, and what is none: name -> why; UserError HF690."""
+
+    @abstractmethod
+    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+        """Write entries, forget what is over, return the new ones; NoOperatorError, UserError."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Do what runs may not have the right to do; UserError HF690."""
+
+    @abstractmethod
+    def _fix(self) -> str:
+        """Return what has to be done where a right is missing."""
+
+    def _entry(self, raw: Any) -> Entry:
+        return replace(Entry.of_json(raw), operator=self._operator)
+
+    @contextmanager
+    def _reached(self, verb: str) -> Iterator[None]:
         try:
-            look_afresh(self._folder)
-            paths = sorted(self._folder.glob("*.json"))
+            yield
         except OSError as error:
-            raise _unreadable(self._folder, error) from error
-        found = []
-        for path in paths:
+            denied = isinstance(error, PermissionError)
+            kind = NoOperatorError if denied and self._operator else UserError
+            fix = self._fix() if denied else "name another place in cluster.fleet"
+            said = f"the fleet's ledger {self._what} cannot be {verb}: {error.strerror or error}"
+            raise kind("HF690", f"{said}; {fix}") from error
+
+
+class _Folder(_Place):
+    """One file for each entry, which everybody can read who can read the folder.
+
+    Who may make folders beside it may write there, whatever the umask of who made it; only those
+    who have written a file, and the folder's owner, may remove that.
+    """
+
+    def __init__(self, folder: Path, *, operator: bool = False) -> None:
+        self._folder = folder.absolute()
+        super().__init__(str(self._folder), operator=operator)
+
+    def read(self) -> tuple[list[Entry], dict[str, str]]:
+        found, passed = [], {}
+        with self._reached("read"):
+            look_afresh(self._folder)
+            paths = sorted(self._folder.iterdir()) if self._is_there() else []
+        for path in (each for each in paths if each.suffix == ".json"):
             try:
-                raw = parse_json(read_regular(path, _MAX_BYTES))
+                found.append(self._entry(parse_json(read_regular(path, _MAX_BYTES))))
             except FileNotFoundError:
                 continue  # removed meanwhile: it was old
-            except ValueError:
-                continue  # damaged, or another's file: the others count
-            except OSError as error:
-                raise _unreadable(path, error) from error
-            found += _read([raw])
-        return found
+            except PermissionError:
+                passed[str(path)] = _by_owner("chmod a+r", path)
+            except (OSError, ValueError) as error:
+                passed[str(path)] = f"{error}; its owner is {_owner(path)}"
+        return found, passed
 
-    def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        new = []
-        with writing(f"the fleet's ledger {self._folder}", "name another: cluster.fleet", "HF690"):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for entry in entries:
-                path = self._folder / f"{entry.name}.json"
-                if publish(path, json.dumps(entry.to_json()).encode() + b"\n"):
-                    new.append(entry)
-            if new:
-                self._forget(now_unix)
+    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+        with self._reached("written"):
+            if not self._is_there():
+                self._make()
+            new = [each for each in entries if self._publish(each)]
+            old = f"{max(0, int((now_unix - KEPT_S) * 1000)):015d}"
+            if new and any("0" <= each.name < old for each in self._folder.iterdir()):
+                self._forget(others(), now_unix)
         return new
 
     def prepare(self) -> None:
-        pass  # whoever writes first makes the folder
+        with self._reached("written"):
+            if self._is_there() and not os.access(self._folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def _forget(self, now_unix: float) -> None:
-        """Remove strikes older than KEPT_S. Only they: without a release a machine is out again."""
-        oldest = f"{int((now_unix - KEPT_S) * 1000):015d}"
-        for path in self._folder.glob("*.json"):
-            if path.name < oldest and read_json(path).get("verdict") == Verdict.STRIKE:
-                path.unlink(missing_ok=True)
+    def _publish(self, entry: Entry) -> bool:
+        content = entry.encode().encode() + b"\n"
+        return publish(self._folder / f"{entry.name}.json", content, mode=0o644)
+
+    def _forget(self, others: list[Entry] | None, now_unix: float) -> None:
+        mine = self.read()[0]
+        keep = kept(mine, others, now_unix)
+        for each in {each.name for each in mine} - {each.name for each in keep}:
+            with suppress(OSError):  # another's, in a sticky folder: they or its owner forget it
+                (self._folder / f"{each}.json").unlink()
+
+    def _is_there(self) -> bool:
+        """Whether the folder exists; that of operators has to be theirs.
+
+        Raises:
+            OSError: nobody can look, or others could have written there.
+        """
+        try:
+            info = self._folder.stat(follow_symlinks=not self._operator)
+            above = self._folder.parent.stat()
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(info.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        trusted = info.st_uid in {0, above.st_uid} and not info.st_mode & stat.S_IWOTH
+        if self._operator and not (trusted and _is_sticky(above)):
+            raise PermissionError(errno.EACCES, "others can have put it there")
+        return True
+
+    def _make(self) -> None:
+        """Make the folder, with that of operators in it; complete or not at all."""
+        above = self._folder.parent
+        if self._operator:
+            if not above.exists():
+                _Folder(above)._make()
+            elif os.geteuid() not in {0, above.stat().st_uid}:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            else:
+                self._folder.mkdir(exist_ok=True)
+                _give(self._folder, above.stat(), 0o755)
+            return
+        above.mkdir(parents=True, exist_ok=True)
+        like = above.stat()
+        mode = like.st_mode & 0o2777 | stat.S_ISVTX | stat.S_IRWXU
+        for others, all_ in ((stat.S_IWGRP, stat.S_IRWXG), (stat.S_IWOTH, stat.S_IRWXO)):
+            mode |= all_ if mode & others else 0
+        temp = above / f".{self._folder.name}-{secrets.token_hex(8)}"
+        temp.mkdir(0o700)
+        (temp / OPERATORS).mkdir()
+        _give(temp / OPERATORS, like, 0o755)
+        _give(temp, like, mode)
+        try:
+            temp.rename(self._folder)
+        except OSError:  # another was first
+            (temp / OPERATORS).rmdir()
+            temp.rmdir()
+            if not self._folder.is_dir():
+                raise
+
+    def _fix(self) -> str:
+        folder = self._folder
+        for each in reversed(folder.parents):
+            if not os.access(each, os.X_OK):
+                return _by_owner("chmod a+x", each)
+        if self._operator and not _is_sticky(folder.parent.stat()):
+            return _by_owner("chmod +t", folder.parent)
+        if self._operator:
+            who = f"only operators say this: root and {_owner(folder.parent)}, and for more"
+            return (
+                f"{who} they run: chgrp GROUP {quote(str(folder))}; chmod 775 {quote(str(folder))}"
+            )
+        if folder.exists():
+            return _by_owner("chmod 1777", folder)
+        above = next(each for each in folder.parents if each.exists())
+        return f"the owner of {above}, {_owner(above)}, runs: mkdir -pm 1777 {quote(str(folder))}"
 
 
-class _Register:
+def _give(folder: Path, like: os.stat_result, mode: int) -> None:
+    """Set the mode of a new folder; what root has made belongs to whom the one above does."""
+    # By descriptor: whoever may rename here cannot lead root to another file.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not os.geteuid():
+            os.fchown(fd, like.st_uid, like.st_gid)
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
+
+
+def _is_sticky(info: os.stat_result) -> bool:
+    """Whether others cannot rename what somebody has in a folder."""
+    return bool(info.st_mode & stat.S_ISVTX or not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _by_owner(command: str, path: Path) -> str:
+    return f"its owner, {_owner(path)}, runs: {command} {quote(str(path))}"
+
+
+def _owner(path: Path) -> str:
+    """Return the name of a file's owner."""
+    try:
+        uid = path.lstat().st_uid
+        return pwd.getpwuid(uid).pw_name
+    except OSError:
+        return "unknown"
+    except KeyError:
+        return f"user {uid}"
+
+
+class _Register(_Place):
     """All entries as the content of a register."""
 
-    def __init__(self, register: Board) -> None:
+    def __init__(self, register: Board, *, operator: bool = False) -> None:
+        super().__init__("for operators" if operator else "for all", operator=operator)
         self._register = register
 
-    def entries(self) -> list[Entry]:
-        with _reached():
+    def read(self) -> tuple[list[Entry], dict[str, str]]:
+        with self._reached("read"):
             found = self._register.get_state()
-        return [] if found is None else _decoded(found[0])
+        return ([], {}) if found is None else self._decoded(found[0])
 
     def prepare(self) -> None:
-        with _reached():
+        with self._reached("made"):
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
 
-    def add(self, entries: Collection[Entry], now_unix: float) -> list[Entry]:
-        with _reached():
+    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+        with self._reached("written"):
             current = self._register.get_state()
             for _ in range(_SWAPS):
-                known, token = ([], None) if current is None else (_decoded(current[0]), current[1])
+                known, token = (
+                    ([], None) if current is None else (self._decoded(current[0])[0], current[1])
+                )
                 names = {each.name for each in known}
                 new = [each for each in entries if each.name not in names]
                 if not new:
                     return []
-                kept = bounded([*known, *new], now_unix, MOST_BYTES)
-                swapped = self._register.set_state(_encoded(kept), token)
+                mine = [replace(each, operator=self._operator) for each in (*known, *new)]
+                content = _encoded(mine)
+                if len(content) > MOST_BYTES:
+                    content = _encoded(kept(mine, others(), now_unix, MOST_BYTES - _FRAME_BYTES))
+                swapped = self._register.set_state(content, token)
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]
         raise UserError("HF690", f"the fleet's ledger: others came first {_SWAPS} times; try again")
 
+    def _decoded(self, content: bytes) -> tuple[list[Entry], dict[str, str]]:
+        """Return what `_encoded` was given.
 
-@contextmanager
-def _reached() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError("HF690", f"the fleet's ledger: {error}; {_WAY_OUT}") from error
+        Raises:
+            UserError: HF690 it is something else: to write over it would lose what it says.
+        """
+        try:
+            listed = parse_json(content)["entries"]
+            if not isinstance(listed, list):
+                raise TypeError("entries is no list")  # noqa: TRY301  one message for all
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"the fleet's ledger {self._what} is damaged, or another version's: {error}"
+            raise UserError("HF690", f"{said}; an operator empties or replaces it") from error
+        found, passed = [], {}
+        for number, raw in enumerate(listed):
+            try:
+                found.append(self._entry(raw))
+            except ValueError as error:
+                passed[f"number {number}"] = str(error)
+        return found, passed
+
+    def _fix(self) -> str:
+        role = f"{LEDGER}-{OPERATORS}" if self._operator else LEDGER
+        return f"have an administrator grant the Role {role} of manifests/base"
 
 
 def _encoded(entries: Iterable[Entry]) -> bytes:
     """Return the register's content: JSON, for people a line for each entry."""
-    lines = ",\n".join(json.dumps(each.to_json()) for each in entries)
+    lines = ",\n".join(each.encode() for each in entries)
     return f'{{"v": 1, "entries": [\n{lines}\n]}}\n'.encode()
-
-
-def _decoded(content: bytes) -> list[Entry]:
-    """Return what `_encoded` was given.
-
-    Raises:
-        UserError: HF690 it is something else: to write over it would lose what it says.
-    """
-    try:
-        raw = parse_json(content)
-        return _read(raw["entries"])
-    except (ValueError, KeyError, TypeError) as error:
-        said = f"the fleet's ledger is damaged, or another version's: {error}; {_WAY_OUT}"
-        raise UserError("HF690", said) from error
-
-
-def _read(raw: Iterable[Any]) -> list[Entry]:
-    """Return the entries among JSON values."""
-    found = []
-    for each in raw:
-        try:
-            found.append(Entry.of_json(each))
-        except (ValueError, TypeError, AttributeError):
-            continue  # damaged, or of a later version: the others count
-    return found
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError("HF690", f"{path} cannot be read: {error.strerror or error}")

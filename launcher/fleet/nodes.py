@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,19 @@ from elastic_trainer.plan.gpus import uuids_in
 from launcher.fleet.node_ledger import NodeLedger, writer
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.fleet.preflight.report import Expected, NodeReport
+from launcher.fleet.rules import (
+    Entry,
+    Standing,
+    Verdict,
+    held_against,
+    held_against_gpus,
+    released,
+    standings,
+)
 from launcher.platforms.base import Backend, Machine, Machines
 from launcher.platforms.retries import polled
 from launcher.platforms.slurm.parse import expand_nodes
-from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
-from launcher.spec.errors import UserError
+from launcher.spec.errors import HoldfastError, UserError
 
 CHECK_S = 300.0
 """A node's check may take so long, with its wait in the queue."""
@@ -81,8 +89,8 @@ def exclude(
         UserError: HF690 the ledger cannot be written.
     """
     until = None if for_s is None else now_unix + for_s
-    entry = partial(_operators(now_unix, Verdict.OUT, reason), until_unix=until)
-    return _add(fleet, entry, ((name, "") for name in names))
+    entry = partial(_said(now_unix, Verdict.OUT, reason), until_unix=until)
+    return fleet.say([entry(machine=name) for name in names])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +120,18 @@ def release(
         reason: for the record.
         now_unix: the time.
 
+    Returns:
+        The releases; none of what nothing is held against.
+
     Raises:
         UserError: HF692 one fails its check, and none is released; HF691 nothing is held against a
-            GPU; HF690.
+            GPU; HF690 the ledger cannot be written, or only operators may release one.
     """
-    held = held_against_gpus(fleet.entries(), now_unix)
-    if unknown := [name for name in names if uuids_in(name) and name not in held]:
+    entries = fleet.entries()
+    on_gpus = held_against_gpus(entries, now_unix)
+    if unknown := [name for name in names if uuids_in(name) and name not in on_gpus]:
         raise UserError("HF691", f"nothing is held against {unknown[0]}; see holdfast nodes list")
-    gpus = [(held[name].machine, name) for name in names if uuids_in(name)]
+    gpus = [(on_gpus[name].machine, name) for name in names if uuids_in(name)]
     machines = [name for name in names if not uuids_in(name)]
     if check is not None:
         checked = check(list(dict.fromkeys([*machines, *(machine for machine, _ in gpus)])))
@@ -130,24 +142,20 @@ def release(
             (name, gpu)
             for name in machines
             for gpu in sorted(checked.gpus.get(name, ()))
-            if gpu in held
+            if gpu in on_gpus
         ]
-    targets = [*((machine, "") for machine in machines), *gpus]
-    return _add(fleet, _operators(now_unix, Verdict.RELEASE, reason), targets)
+    made, must = _said(now_unix, Verdict.RELEASE, reason), False
+    done: list[Entry] = []
+    for machine, gpu in [*((machine, "") for machine in machines), *gpus]:
+        held = held_against(entries, gpu=gpu) if gpu else held_against(entries, machine=machine)
+        done += released(made(machine=machine, gpu=gpu), [each.name for each in held])
+        must |= any(each.operator for each in held)
+    return fleet.say(done, must=must)
 
 
-def _add(
-    fleet: NodeLedger, entry: Callable[..., Entry], targets: Iterable[tuple[str, str]]
-) -> list[Entry]:
-    """Add an entry for each of `targets`: machines, each with a GPU or none."""
-    entries = [entry(machine=machine, gpu=gpu) for machine, gpu in targets]
-    fleet.add(*entries)
-    return entries
-
-
-def _operators(now_unix: float, verdict: Verdict, reason: str) -> partial[Entry]:
+def _said(now_unix: float, verdict: Verdict, reason: str) -> partial[Entry]:
     return partial(
-        Entry, t_unix=now_unix, verdict=verdict, source="operator", reason=reason, by=writer()
+        Entry, t_unix=now_unix, verdict=verdict, source="command", reason=reason, by=writer()
     )
 
 
@@ -164,7 +172,7 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
     reports = round_.run(expected, skip=("storage",), timeout_s=CHECK_S)
-    failed = {report.node: _said(report) for report in reports if report.level == "fail"}
+    failed = {report.node: _findings(report) for report in reports if report.level == "fail"}
     if not failed:
         round_.tidy()
     return Checked(failed=failed, gpus={report.node: _seen(report) for report in reports})
@@ -216,7 +224,7 @@ def _by_gpu(report: NodeReport) -> dict[str, str]:
     return {gpu: "; ".join(said) for gpu, said in found.items()}
 
 
-def _said(report: NodeReport) -> str:
+def _findings(report: NodeReport) -> str:
     said = [f"{each.check}: {each.text}" for each in report.findings if each.level == "fail"]
     return "; ".join(said) or report.problem
 
@@ -269,11 +277,15 @@ def drain(
     """Let jobs leave machines and begin there no more; wait at most `for_s` seconds.
 
     Raises:
-        UserError: HF690 the ledger cannot be written; HF693 the platform refuses.
+        UserError: HF693 the platform refuses.
         PlatformError: the platform is away.
     """
     platform.drain_machines(names, f"{reason} (holdfast drain, {writer()})")
-    _add(fleet, _operators(now_unix, Verdict.DRAIN, reason), ((name, "") for name in names))
+    entry = _said(now_unix, Verdict.DRAIN, reason)
+    try:
+        fleet.say([entry(machine=name) for name in names])
+    except HoldfastError as error:
+        say(f"the drain is not on record: {error}")
     shown: dict[str, str] = {}
 
     def look() -> dict[str, str]:

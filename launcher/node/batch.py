@@ -25,6 +25,7 @@ from elastic_trainer.record.failures import (
 )
 from elastic_trainer.storage.files import read_json
 from launcher.fleet.node_ledger import node_ledger_at, place_for
+from launcher.fleet.rules import kept_off, standings
 from launcher.node.attempt import (
     Attempt,
     board_of,
@@ -56,7 +57,6 @@ from launcher.platforms.slurm.status_text import SCRIPT
 from launcher.record import stop_request
 from launcher.record.failures import EXCLUSIONS, excluded_machines
 from launcher.record.files import events_named
-from launcher.record.fleet import kept_off, standings
 from launcher.spec.errors import HoldfastError, TemporaryError, UserError
 
 
@@ -379,13 +379,18 @@ def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
     """Return the nodes that the fleet's ledger, updated from the run, keeps this run off."""
     try:
         fleet = node_ledger_at(place_for(attempt.run_dir))
-        fleet.harvest(attempt.run_dir, since_unix=since)
+        try:
+            fleet.harvest(attempt.run_dir, since_unix=since)
+        except HoldfastError as error:
+            say(f"the fleet's ledger misses what happened here: {error}")
         held = standings(fleet.entries(), time.time())
+        for trouble in fleet.trouble:
+            say(trouble)
         if not any(each.is_out for each in held.values()):
             return []
         pool = [machine.name for machine in machines(commands)]
-    except HoldfastError as error:
-        say(f"the fleet's ledger is not used: {error}")
+    except Exception as error:  # noqa: BLE001  whatever it is: advice never stops a requeue
+        say(f"the fleet's ledger is not used: {type(error).__name__}: {error}")
         return []
     given = str(read_json(attempt.dir / "begin.json").get("nodes") or "")
     needed = len(expand_nodes(given))

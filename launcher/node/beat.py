@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.storage.files import look_afresh, read_json, write_json
 from launcher.fleet.node_ledger import NodeLedger, node_ledger_at, place_for
+from launcher.fleet.rules import SURVIVED_S
 from launcher.node.attempt import Attempt, say
 from launcher.node.decide import EXIT_LEFT, a_few
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.local import start_ticks
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.platforms.slurm.queries import TIMEOUT_S, draining
-from launcher.record.fleet import SURVIVED_S
 from launcher.spec.errors import HoldfastError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Strikes:
 
     def _serve(self) -> None:
         try:
-            fleet = node_ledger_at(place_for(self._run_dir), self._server)
+            fleet = node_ledger_at(place_for(self._run_dir), self._server, in_pod=True)
         except FileNotFoundError:
             return  # it has no token: the launcher does this, when it fetches the record
         except (HoldfastError, ValueError) as error:

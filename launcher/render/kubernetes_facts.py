@@ -15,6 +15,7 @@ from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.plan.clock import PodClock, pod_clock
 from launcher.plan.search import Plan
 from launcher.render.kubernetes_names import (
+    OPERATORS,
     RUN_DIR_ANNOTATION,
     RUN_ID_ANNOTATION,
     RUN_LABEL,
@@ -258,7 +259,10 @@ def _unfit(spec: JobSpec, kind: str) -> Iterator[Problem]:
         yield spec.problem("HF727", "elastic.failure_domain", message)
     try:
         if (spec.cluster.fleet or "").startswith(KUBERNETES):
-            parse_address(str(spec.cluster.fleet))
+            _, name = parse_address(str(spec.cluster.fleet))
+            if name.endswith(f"-{OPERATORS}"):
+                message = f"pods may not write {name}: it is for the operators of a ledger"
+                yield spec.problem("HF690", "cluster.fleet", message)
     except ValueError as error:
         yield spec.problem("HF690", "cluster.fleet", str(error))
 

@@ -32,6 +32,8 @@ RUN_DIR_ANNOTATION: Final = "holdfast.dev/run-dir"
 """Run directory as the pods see it."""
 LEDGER: Final = "holdfast-fleet"
 """ConfigMap with the fleet's ledger, for jobs whose claim the launcher does not see."""
+OPERATORS: Final = "operators"
+"""End of the name of the ConfigMap of a ledger's operators, which no pod may write."""
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 
 CONFIG_DIR: Final = "/etc/holdfast"

@@ -360,7 +360,7 @@ _TABLE: Final = {
     # The fleet.
     "HF690": (
         "The fleet's ledger cannot be read or written.",
-        "Grant the permission, or name another.",
+        "Have the command run that the message names, or name another place in cluster.fleet.",
     ),
     "HF691": ("The platform has no such machine or rack.", "Use one of those listed."),
     "HF692": (

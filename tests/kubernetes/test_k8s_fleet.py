@@ -13,7 +13,7 @@ import yaml
 from k8s_user import ROOT, RUN
 
 from elastic_trainer.record.events import Event
-from launcher.record.fleet import STRIKES, Entry, Verdict
+from launcher.fleet.rules import STRIKES, Entry, Verdict
 
 pytestmark = pytest.mark.timeout(600)
 HERE = ("--to", "jobset")
@@ -134,12 +134,23 @@ def test_what_the_platform_holds_against_nodes_is_listed(user, cluster):
 
 def test_the_role_is_enough_to_write_the_ledger_and_no_other_map(user, cluster, monkeypatch):
     path = ROOT / "manifests" / "base" / "fleet.yaml"
-    empty, role = yaml.safe_load_all(path.read_text())
-    cluster.create(empty)
+    *maps, role, operators = yaml.safe_load_all(path.read_text())
+    for empty in maps:
+        cluster.create(empty)
     rights = cluster.kubeconfig_for(*role["rules"], name="fleet")
     monkeypatch.setenv("KUBECONFIG", str(rights))
     user("nodes", "exclude", "n77", "--reason", "fan", *ledger_of(cluster))
     assert [each["machine"] for each in ledger(cluster)] == ["n77"]
+    more = cluster.kubeconfig_for(*operators["rules"], name="operators")
+    monkeypatch.setenv("KUBECONFIG", str(more))
+    user("nodes", "exclude", "n78", "--reason", "fan", *ledger_of(cluster))
+    monkeypatch.setenv("KUBECONFIG", str(rights))
+    told = user.json("nodes", "history", *ledger_of(cluster))
+    assert [(each["machine"], each["operator"]) for each in told] == [("n77", False), ("n78", True)]
+    [problem] = user.json("nodes", "release", "n78", "--force", *ledger_of(cluster), code=2)[
+        "problems"
+    ]
+    assert problem["code"] == "HF690"
     other = ("--fleet", f"kubernetes://{cluster.namespace}/another")
     [problem] = user.json("nodes", "history", *other, code=2)["problems"]
     assert problem["code"] == "HF690"

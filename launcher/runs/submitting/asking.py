@@ -12,9 +12,9 @@ from pathlib import Path
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from launcher.fleet.node_ledger import NodeLedger
+from launcher.fleet.rules import Standing, kept_off, standings
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
-from launcher.record.fleet import Standing, kept_off, standings
 from launcher.render.local import Bundle, resolve
 from launcher.spec.errors import NOWHERE, PlatformError, Problem, UserError
 from launcher.spec.spec import JobSpec
@@ -91,6 +91,7 @@ def ask_with_ledger(
         try:
             held = _kept_off(backend, files, ledger, needed=needed, now_unix=wall())
             chosen = [each for each in held if each.machine not in known]
+            warnings += [_warning("HF189", said) for said in ledger.trouble]
         except (UserError, PlatformError) as error:
             warnings.append(_warning("HF189", f"the fleet's ledger is not used: {error}"))
 
@@ -118,11 +119,11 @@ def ask_with_ledger(
 
 
 def prepare_ledger(ledger: NodeLedger) -> tuple[Problem, ...]:
-    """Make the ledger's ConfigMap if it is missing; return why that failed."""
+    """Make the ledger's ConfigMap if it is missing; return why runs cannot write the ledger."""
     try:
         ledger.prepare()
     except (UserError, PlatformError) as error:
-        return (_warning("HF189", f"pods cannot write the fleet's ledger: {error}"),)
+        return (_warning("HF189", f"runs cannot write the fleet's ledger: {error}"),)
     return ()
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.nodes import drain, named
+from launcher.fleet.rules import standings
 from launcher.node.attempt import Attempt
 from launcher.node.beat import Drains, asked_to_leave
 from launcher.node.decide import EXIT_LEFT
 from launcher.node.steps import to_start_again
 from launcher.platforms.base import Machine
 from launcher.platforms.commands import CommandResult
-from launcher.record.fleet import standings
 from launcher.spec.errors import UserError
 
 MACHINES = [Machine(name=f"n{k}", rack="r1" if k < 3 else "r2") for k in range(1, 5)]
@@ -56,7 +56,7 @@ class Platform:
 
 @pytest.mark.process
 def test_a_drain_tells_the_platform_and_is_on_record(tmp_path):
-    platform, fleet = Platform(), NodeLedger(tmp_path / "fleet")
+    platform, fleet = Platform(), NodeLedger(tmp_path / "fleet", wall=lambda: 1e9)
     about = {"reason": "fan", "now_unix": 1e9, "say": lambda _: None}
     done = drain(platform, fleet, ["n1", "n2"], for_s=2.5, **about)
     assert (done.left, done.waiting) == (("n1",), {"n2": "mixed"})

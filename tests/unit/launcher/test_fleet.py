@@ -11,26 +11,25 @@ from hypothesis import strategies as st
 
 from elastic_trainer.record.events import Event
 from launcher.cli.main import run_cli
-from launcher.fleet.node_ledger import MOST_BYTES, NodeLedger, node_ledger_at, place_for
-from launcher.fleet.nodes import Checked, listed, note_failed, note_moved, release
+from launcher.fleet.node_ledger import NodeLedger, node_ledger_at, place_for
+from launcher.fleet.nodes import Checked, exclude, listed, note_failed, note_moved, release
 from launcher.fleet.preflight.report import CheckResult, NodeReport
-from launcher.platforms.base import Machine
-from launcher.platforms.kubernetes.status_text import as_machines as kubernetes_machines
-from launcher.platforms.slurm.queries import as_machines as slurm_machines
-from launcher.record.files import LauncherLog
-from launcher.record.fleet import (
+from launcher.fleet.rules import (
     BURST_S,
     CAP,
     STRIKE_S,
     Entry,
     Verdict,
-    bounded,
     entries_of,
     held_against_gpus,
     kept_off,
     moved,
     standings,
 )
+from launcher.platforms.base import Machine
+from launcher.platforms.kubernetes.status_text import as_machines as kubernetes_machines
+from launcher.platforms.slurm.queries import as_machines as slurm_machines
+from launcher.record.files import LauncherLog
 from launcher.runs.submitting.asking import ask_with_ledger
 from launcher.spec.errors import UserError
 
@@ -42,6 +41,11 @@ NOW = 1_700_000_000.0
 def entry(machine="n1", verdict=Verdict.STRIKE, t=NOW, source="loss", **more):
     about = {"reason": "lost", "by": "me@head", **more}
     return Entry(t_unix=t, machine=machine, verdict=verdict, source=source, **about)
+
+
+def release_of(*ended, t=NOW + 1, **more):
+    about = {"releases": tuple(each.name for each in ended), "t": t, **more}
+    return entry(ended[0].machine, Verdict.RELEASE, source="command", **about)
 
 
 def strikes(machine, *days_ago):
@@ -69,11 +73,11 @@ def test_one_fault_that_many_report_is_one_strike():
 def test_hard_evidence_lasts_until_a_release_and_an_operators_as_long_as_was_said():
     bad = entry(verdict=Verdict.OUT, source="exclusion")
     assert out(bad, now=NOW + 80 * DAY) == {"n1"}
-    assert out(bad, entry(verdict=Verdict.RELEASE, t=NOW + 1, source="operator")) == set()
+    assert out(bad, release_of(bad)) == set()
     assert out(replace(bad, until_unix=NOW + 9), now=NOW + 8) == {"n1"}
     assert out(replace(bad, until_unix=NOW + 9), now=NOW + 9) == set()
     again = entry(verdict=Verdict.OUT, t=NOW + 2, source="preflight")
-    assert out(bad, entry(verdict=Verdict.RELEASE, t=NOW + 1), again) == {"n1"}
+    assert out(bad, release_of(bad), again) == {"n1"}
 
 
 names = st.sampled_from([f"n{k}" for k in range(40)])
@@ -82,7 +86,7 @@ entries = st.builds(
     names,
     st.sampled_from([*Verdict, "unheard-of"]),
     st.floats(NOW - 9 * DAY, NOW),
-    st.sampled_from(["operator", "loss", "preflight"]),
+    operator=st.booleans(),
 )
 
 
@@ -148,7 +152,19 @@ def test_a_machine_lost_alone_has_a_strike_if_the_run_continues():
 def test_a_straggler_and_one_readmitted():
     slow = event("worker.slow", 0, "n1", section="compute", ratio=1.9)
     back = event("member.readmitted", 1, "n1", reason="repaired")
-    assert held(slow, back) == [("n1", "release", "operator"), ("n1", "strike", "straggler")]
+    found = list(entries_of([slow, back], run="r", by="me@head"))
+    assert [each.verdict for each in found] == ["strike", "release"]
+    assert standings(found, NOW) == {}
+    assert held(back) == [], "of what the run has not held against it, it says nothing"
+
+
+def test_the_runs_epochs_say_what_came_before_a_readmission():
+    """Two coordinators wrote them, and the first one's clock was an hour ahead."""
+    bad = event("member.evicted", 3600, "n1", reason="XID 79", kind="node_fault")
+    back = event("member.readmitted", 60, "n1", reason="repaired")
+    for first, second, is_out in ((3, 5, set()), (5, 3, {"n1"})):
+        pair = [replace(back, epoch=second), replace(bad, epoch=first)]
+        assert out(*entries_of(pair, run="r", by="me@head"), now=NOW + 9999) == is_out
 
 
 def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path):
@@ -159,9 +175,9 @@ def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path)
     assert fleet.add(entry()) == []
     for name, text in {"a": "{", "b": "[]", "c": '{"machine": 7}', "d": "\x00\xff"}.items():
         (folder / f"{name}.json").write_text(text, encoding="latin-1")
-    odd = {**entry().to_json(), "machine": "n1\n[31m"}
-    (folder / "e.json").write_text(json.dumps(odd))
     assert fleet.entries() == [entry(), entry("n9")]
+    [said] = fleet.trouble
+    assert "4 of" in said
     old = entry(t=NOW - 100 * DAY)
     fleet.add(old)
     fleet.add(replace(old, verdict=Verdict.OUT))
@@ -255,50 +271,6 @@ def test_who_never_gets_to_write_is_told():
         NodeLedger(register, wall=lambda: NOW).add(entry())
 
 
-def test_a_full_ledger_forgets_what_no_longer_counts_first():
-    late = [entry("n1", t=NOW - (7 + k) * DAY) for k in range(20)]
-    counts = [entry("n2", Verdict.OUT), entry("n3")]
-    size = sum(len(json.dumps(each.to_json())) + 2 for each in [*late, *counts])
-    assert bounded([*late, *counts], NOW, size) == sorted(
-        [*late, *counts], key=lambda each: (each.t_unix, each.verdict)
-    )
-    kept = bounded([*late, *counts], NOW, size // 2)
-    assert [each for each in kept if each in counts] == counts
-    assert 5 < len(kept) < 15
-    with pytest.raises(UserError, match="HF690"):
-        bounded([entry(f"n{k}", Verdict.OUT) for k in range(20)], NOW, size // 2)
-    assert MOST_BYTES < 2**20, "of a ConfigMap"
-
-
-ANY_ENTRY = st.builds(
-    entry,
-    st.sampled_from(["n1", "n2", "n3"]),
-    st.sampled_from(list(Verdict)),
-    st.floats(0, 9).map(lambda days: NOW - days * DAY),
-    until_unix=st.sampled_from([None, NOW - 1, NOW + 1]),
-)
-
-
-@given(st.lists(ANY_ENTRY, max_size=30, unique_by=lambda each: each.name), st.integers(0, 6000))
-def test_what_a_ledger_forgets_makes_no_machine_bad(entries, most):
-    """And as long as only what says nothing goes, and releases, it makes none good either."""
-    before = standings(entries, NOW)
-    try:
-        kept = bounded(entries, NOW, most)
-    except UserError:
-        return
-    assert sum(len(json.dumps(each.to_json())) + 2 for each in kept) <= most
-    assert all(each in entries for each in kept)
-    after = standings(kept, NOW)
-    assert {name for name, each in after.items() if each.is_out} <= out(*entries)
-    assert {name: each.out for name, each in after.items() if each.out} == {
-        name: each.out for name, each in before.items() if each.out
-    }
-    counting = {each.name for one in before.values() for each in one.strikes}
-    if counting <= {each.name for each in kept}:
-        assert after == before
-
-
 class Platform:
     """Five machines; a job that finds fewer than three is refused."""
 
@@ -329,15 +301,17 @@ def ask(fleet, needed=3):
 
 
 def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
-    fleet = NodeLedger(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     assert ask(fleet) == ([], [])
     fleet.add(entry("n5", Verdict.OUT))
     assert ask(fleet) == (["n5"], ["HF188"])
     assert ask(fleet, needed=5) == ([], [])
-    fleet.add(entry("n5", Verdict.RELEASE, NOW + 1))
+    release(fleet, ["n5"], check=None, reason="repaired", now_unix=NOW)
     fleet.add(entry("n1", Verdict.OUT))
     assert ask(fleet) == ([], ["HF189"]), "the partition has too few without it"
-    fleet.add(entry("n1", Verdict.OUT, NOW + 2, source="operator"))
+    (tmp_path / "fleet" / "odd.json").mkdir()
+    assert ask(fleet) == ([], ["HF189", "HF189"]), "one does not count"
+    exclude(fleet, ["n1"], reason="fan", for_s=None, now_unix=NOW)
     with pytest.raises(UserError, match="HF680"):
         ask(fleet)
 
@@ -363,7 +337,7 @@ def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path
 
 
 def test_preflight_puts_out_the_few_that_fail(tmp_path):
-    fleet = NodeLedger(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     good = [report(f"n{k}", "ok") for k in (1, 2)]
     assert note_failed(fleet, [*good, report("n3", "fail"), report("n4", "fail")], NOW) == []
     [found] = note_failed(fleet, [*good, report("n3", "fail")], NOW)
@@ -372,7 +346,7 @@ def test_preflight_puts_out_the_few_that_fail(tmp_path):
 
 
 def test_all_are_released_or_none(tmp_path):
-    fleet = NodeLedger(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     fleet.add(entry("n1", Verdict.OUT))
     about = {"reason": "repaired", "now_unix": NOW + 1}
     failed = Checked(failed={"n2": "gpus: 7 of 8"})
@@ -406,11 +380,11 @@ def test_a_release_is_of_the_gpus_that_the_check_has_seen_there(tmp_path):
 
 def test_a_release_of_one_gpu_leaves_what_else_is_held_against_its_machine():
     two = [entry("n1", Verdict.OUT, gpu=gpu, reason=gpu) for gpu in GPUS[:2]]
-    one = standings([*two, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[0])], NOW + 2)["n1"]
+    one = standings([*two, release_of(two[0], gpu=GPUS[0])], NOW + 2)["n1"]
     assert (one.is_out, one.gpus, one.reason) == (True, (GPUS[1],), GPUS[1])
     days = [entry("n1", t=NOW - k * DAY, gpu=GPUS[k % 2]) for k in range(4)]
     assert out(*days) == {"n1"}
-    assert out(*days, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[1])) == set()
+    assert out(*days, release_of(*days[1::2], gpu=GPUS[1])) == set()
 
 
 ANY_GPU = st.builds(
@@ -447,8 +421,12 @@ def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
     for each in mine:
         assert held_against_gpus([*entries, *mine], later)[each.gpu] == each
         assert each.machine in after
-        again = [*entries, *mine, entry(each.machine, Verdict.RELEASE, later + 1, gpu=each.gpu)]
+        held = [one for one in [*entries, *mine] if one.gpu == each.gpu]
+        again = [*entries, *mine, release_of(*held, gpu=each.gpu)]
         assert each.gpu not in held_against_gpus(again, later + 2)
+        root = [one for one in entries if one.gpu == each.gpu]
+        early = [*entries, *mine, release_of(*root, gpu=each.gpu)]
+        assert each.gpu not in held_against_gpus(early, later + 2), "nor what has followed it"
 
 
 def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp_path):
@@ -467,7 +445,7 @@ def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp
 
 
 def test_the_list_has_what_the_platform_says_too(tmp_path):
-    fleet = NodeLedger(tmp_path / "fleet")
+    fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
     fleet.add(entry("n1", Verdict.OUT))
     machines = [
         Machine(name="n1"),

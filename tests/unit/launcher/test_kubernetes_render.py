@@ -69,6 +69,8 @@ def test_a_ledger_beside_a_run_that_the_launcher_sees_is_a_folder(kind):
 def test_an_address_of_a_ledger_that_is_none_is_refused(kind):
     with pytest.raises(UserError, match="HF690"):
         bundle_of({"cluster.fleet": "kubernetes://Train/x"}, kind)
+    with pytest.raises(UserError, match="HF690"):
+        bundle_of({"cluster.fleet": "kubernetes://train/holdfast-fleet-operators"}, kind)
 
 
 @pytest.mark.parametrize(("least", "stay"), [(2, 2), (4, 4)])

@@ -239,6 +239,32 @@ def test_a_requeued_job_leaves_out_what_the_run_has_excluded(excluding):
     assert [c[1] for c in controller.asked[-2:]] == ["requeue", "update"]
 
 
+ODD = {"machine": "n1", "verdict": "strike", "source": "x", "reason": "", "by": "a@b"}
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("fleet/x.json", json.dumps({**ODD, "t_unix": 1e308})),
+        ("fleet/x.json", json.dumps({**ODD, "t_unix": 1.79e9, "run": "\ud800"})),
+        ("fleet/x.json", "[" * 60_000),
+        ("fleet/x.json/x", ""),
+        ("fleet", "no folder"),
+        ("job.json", json.dumps({"fleet": "\0"})),
+        ("job.json", json.dumps({"fleet": "kubernetes://Train/x"})),
+    ],
+)
+def test_nothing_in_the_ledger_stops_a_requeue(excluding, place, text):
+    run = excluding.run_dir
+    write_json(run / "job.json", {"fleet": str(run / "fleet")})
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    (run / place).write_text(text)
+    controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))
+    assert run_acts(excluding, controller, "requeue")
+    assert controller.slept == []
+    assert controller.updates == [["JobId=17", "ExcNodeList=n8,n9,n2"]]
+
+
 def test_the_successor_leaves_out_what_its_job_does_and_what_the_run_has_excluded(excluding):
     (excluding.dir / "next").write_text("18\n")
     controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))

@@ -11,6 +11,7 @@ from fake_api import kubeconfig
 
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
 from launcher.fleet.node_ledger import NodeLedger, node_ledger_at
+from launcher.fleet.nodes import exclude
 from launcher.node.beat import Strikes
 from launcher.platforms.kubernetes.api import ApiPatience, connect
 from launcher.record.files import LauncherLog
@@ -82,6 +83,7 @@ def test_a_pod_with_a_token_writes_the_config_map(run, server, tmp_path):
     strikes.close()
     [entry] = json.loads(server.objects[PATH]["data"]["state"])["entries"]
     assert (entry["machine"], entry["verdict"], entry["run"]) == ("n1", "out", "llama-7")
+    assert not any("operators" in path for _, path in server.requests), "it has no right to that"
 
 
 def test_a_pod_without_a_token_leaves_it_to_the_launcher(run, capfd):
@@ -119,6 +121,9 @@ def test_the_launcher_reads_and_writes_it_by_its_own_client(server, tmp_path):
     run = tmp_path / "runs" / "one"
     emit(run, "n1")
     assert [each.machine for each in fleet.harvest(run)] == ["n1"]
+    exclude(fleet, ["n2"], reason="fan", for_s=None, now_unix=time.time())
+    assert [each.operator for each in fleet.entries()] == [False, True]
+    assert f"{PATH}-operators" in server.objects
     assert machines(NodeLedger(KubernetesBoard(api, "train", "holdfast-fleet"))) == ["n1"]
     server.denied.add("GET")
     with pytest.raises(UserError, match="HF690"):
