@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from launcher.spec.errors import UserError, writing
 
 SUBMITTED = "submitted.json"
 """Written once the platform has taken the job, replaced by `submit --resume`."""
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 SWEEP = "sweep.json"
 """A sweep's tasks and their values; the runs are the folders 0, 1, … beside it."""
 
@@ -56,9 +58,11 @@ class Submission:
         Raises:
             ValueError, KeyError, TypeError: it is something else.
         """
-        submit_time = raw["submit_time"]
+        submit_time, job_id = raw["submit_time"], str(raw["job_id"])
+        if not _JOB_ID.fullmatch(job_id):  # one that a platform refuses hides all others
+            raise ValueError(f"{job_id!r:.40} is no job")
         job = JobRef(
-            id=JobId(str(raw["job_id"])),
+            id=JobId(job_id),
             submit_time=None if submit_time is None else unix_time(submit_time),
             run_dir=str(raw.get("run_dir") or run_dir),
             cluster=str(raw.get("cluster") or ""),

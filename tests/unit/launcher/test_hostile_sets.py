@@ -9,6 +9,9 @@ import hostile_items as hostile
 import pytest
 
 from elastic_trainer.record.events import Event
+from launcher.node.attempt import Attempt, pasts
+from launcher.node.batch import carry_out
+from launcher.platforms.commands import CommandResult
 from launcher.record.files import RunRecord, events_named, newest_events
 from launcher.runs.runs import current_job, find_runs, find_users_runs, submit_times
 
@@ -138,3 +141,90 @@ def test_one_bad_attempt_hides_no_job_that_was_submitted_by_hand(tmp_path):
         if kind not in ("job: text", "job: nul", "job: null", "platform: text", "platform: nul"):
             assert list(find_runs(tmp_path)) == [good], kind
         clear(bad)
+
+
+# -- Before a requeue ------------------------------------------------------------------------------
+
+ENTRY = {
+    "v": 1, "t_unix": T, "machine": "n1", "verdict": "strike", "source": "loss", "reason": "",
+    "by": "a@b", "run": "", "until_unix": None, "gpu": "",
+}  # fmt: skip
+ENDED = {"code": 1, "failed": True, "reason": "x", "began": True}
+
+
+class Slurm:
+    """A controller with one running job."""
+
+    def __init__(self):
+        self.acts = []
+
+    def run(self, argv, **_):
+        known = {
+            "job": "JobId=7 JobName=x JobState=RUNNING Restarts=0 ExcNodeList=(null)",
+            "node": "NodeName=n1 State=IDLE\nNodeName=n2 State=IDLE",
+        }
+        if argv[1] == "requeue":
+            self.acts.append(argv)
+        out = next((text for kind, text in known.items() if kind in argv), "")
+        return CommandResult(argv=argv, code=0, out=out, err="")
+
+
+@pytest.mark.parametrize(
+    ("where", "good"),
+    [
+        ("fleet/x.json", ENTRY),
+        ("fleet", {}),
+        ("a/events/agent-n1.jsonl", json.loads(event().encode())),
+        ("a/events", {}),
+        ("a/attempts/7.0/begin.json", BEGUN),
+        ("a/attempts/7.0/end.json", ENDED),
+        ("a/attempts/6.0/next", {}),
+        ("a/attempts/6.0", {}),
+        ("a/attempts", {}),
+    ],
+)
+def test_no_item_that_is_read_before_a_requeue_stops_it(tmp_path, where, good):
+    run = stored(tmp_path)
+    (run / "job.json").write_text(json.dumps({"run_id": "a", "fleet": str(tmp_path / "fleet")}))
+    for kind, make in hostile.items(good):
+        slurm = Slurm()
+        (tmp_path / where).parent.mkdir(parents=True, exist_ok=True)
+        make(tmp_path / where)
+        assert carry_out(Attempt(run, "7", 0), ["requeue"], slurm), kind
+        assert slurm.acts == [["scontrol", "requeue", "7"]], kind
+        clear(tmp_path / where)
+
+
+def test_one_bad_attempt_changes_no_past(tmp_path):
+    run = stored(tmp_path)
+    for name in ("6.0", "7.0"):
+        (run / "attempts" / name).mkdir(parents=True)
+        (run / "attempts" / name / "begin.json").write_text(json.dumps(BEGUN))
+        (run / "attempts" / name / "end.json").write_text(json.dumps(ENDED))
+    (run / "attempts" / "8.0").mkdir()
+    good = pasts(run, {"6", "7", "8"})
+    assert [past.name for past in good] == ["6.0", "7.0"]
+    for kind, make in hostile.items({key: BEGUN[key] for key in ("t_unix", "step")}):
+        make(run / "attempts" / "8.0" / "begin.json")
+        assert pasts(run, {"6", "7", "8"}) == good, kind
+        clear(run / "attempts" / "8.0" / "begin.json")
+
+
+def test_one_bad_exit_hides_no_other(tmp_path):
+    attempt = Attempt(stored(tmp_path), "7", 0)
+    attempt.dir.mkdir(parents=True)
+    attempt.note_exit("n0", 3)
+    for name in ("exit/n1", "refused", "next", "batch.beat"):
+        for kind, make in hostile.files():
+            make(attempt.dir / name)
+            assert attempt.exits().get("n0") == 3, kind
+            assert attempt.next_job() in (None, "7"), kind
+            attempt.refusal()
+            attempt.read_beat()
+            clear(attempt.dir / name)
+    attempt.logs.mkdir(parents=True)
+    (attempt.logs / "n0.log").write_text("why it ended\n")
+    for kind, make in hostile.KINDS.items():
+        make(attempt.logs / "m.log")
+        assert "why it ended" in attempt.last_words(["m", "n0"]) or kind == "1 GB", kind
+        clear(attempt.logs / "m.log")
