@@ -50,7 +50,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def _check_nesting(value: Any) -> None:
     level = [value]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(MAX_NESTING):
         inner = (each.values() if type(each) is dict else each for each in level)
         level = [one for each in inner for one in each if type(one) in (dict, list)]
         if not level:
@@ -107,7 +107,7 @@ def _builder(want: Any) -> Callable[[Any], Any]:
     match typing.get_origin(want):
         case None:
             return _class_builder(want)
-        case types.UnionType:
+        case types.UnionType | typing.Union:  # of Annotated
             return lambda value: _first(inner, value)
         case builtins.dict | collections.abc.Mapping:
             key, item = inner

@@ -52,17 +52,22 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
     """
     writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     known: dict[Path, TrackedRun | None] = {}
+    for name in names:
+        need(f"the tracker {name}", name, extra="track")
     try:
         while True:
             found = [find_run(run, runs)] if run is not None else find_users_runs(runs)[0]
-            for path in (each.path for each in found):
-                if path not in known:
-                    known[path] = _open(path, names, writer, asked=run is not None)
-            left = [each for each in known.values() if each is not None and not each.is_over]
-            if run is not None:
-                left[0].poll(at_once=once)
+            fresh = [each.path for each in found if each.path not in known]
+            if run is None:
+                opened = of_each(fresh, lambda path: (path, _open(path, names, writer)))
+                known |= dict(opened)
             else:
+                known |= {path: _open(path, names, writer, asked=True) for path in fresh}
+            left = [each for each in known.values() if each is not None and not each.is_over]
+            if run is None:
                 _of_each(left, lambda each: each.poll(at_once=once))
+            else:
+                left[0].poll(at_once=once)
             if once or (run is not None and left[0].is_over):
                 return EXIT_DONE
             threading.Event().wait(_EVERY_S)
@@ -77,7 +82,9 @@ def _of_each(tracked: Sequence[TrackedRun], act: Callable[[TrackedRun], None]) -
         pass
 
 
-def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> TrackedRun | None:
+def _open(
+    path: Path, names: tuple[str, ...], writer: str, *, asked: bool = False
+) -> TrackedRun | None:
     try:
         config = load(path)
     except UserError:
@@ -91,8 +98,6 @@ def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> Tr
         )
     if not wanted or not os.access(path, os.W_OK):
         return None
-    for name in wanted:
-        need(f"the tracker {name}", name, extra="track")
     return TrackedRun(
         path, run_id=config.run_id, trackers=wanted, writer=writer, wall=time.time, say=say
     )

@@ -209,12 +209,9 @@ def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
 
 def _past(folder: Path) -> Past:
     begin, end = parse_json(read_regular(folder / "begin.json")), read_json(folder / "end.json")
-    says = {
-        "begun_unix": begin["t_unix"],
-        "step": begin["step"],
-        **{key: end[key] for key in ("code", "failed", "reason", "began") if key in end},
-    }
-    return build(Past, {"name": folder.name, **says})
+    says = {key: end[key] for key in ("code", "failed", "reason", "began") if key in end}
+    says |= {"name": folder.name, "begun_unix": begin["t_unix"], "step": begin["step"]}
+    return build(Past, says)
 
 
 def _text(path: Path) -> str:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import hostile_items as hostile
+import prometheus_client
 import pytest
+from synthetic_record import Stream, config_of
 
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState
+from elastic_trainer.plan.config import CheckpointSection
 from elastic_trainer.record.events import Event
+from launcher.cli.main import run_cli
+from launcher.cli.notify import RunFollower
 from launcher.node.attempt import Attempt, pasts
 from launcher.node.batch import carry_out
 from launcher.platforms.commands import CommandResult
+from launcher.record.cost import gpu_time_by_month
 from launcher.record.files import RunRecord, events_named, newest_events
+from launcher.record.notices import KINDS
+from launcher.record.status import TrainingStatus
+from launcher.record.summary import summarise
+from launcher.runs.checkpoints.commits import RunCheckpoints
+from launcher.runs.reports.data import costs
+from launcher.runs.reports.metrics import RunsCollector
 from launcher.runs.runs import current_job, find_runs, find_users_runs, submit_times
+from launcher.runs.watching.run_status import run_statuses
 
 T = 1.79e9
 
@@ -228,3 +244,117 @@ def test_one_bad_exit_hides_no_other(tmp_path):
         make(attempt.logs / "m.log")
         assert "why it ended" in attempt.last_words(["m", "n0"]) or kind == "1 GB", kind
         clear(attempt.logs / "m.log")
+
+
+# -- All runs of a folder --------------------------------------------------------------------------
+
+
+def whole_run(folder, name):
+    run = stored(folder, name, submitted={**SUBMITTED, "target": "local", "job_id": "local-1"})
+    (run / "job.json").write_text(config_of().to_json())
+    (run / "events").mkdir()
+    stream = Stream(t=T).start()
+    stream.form(["n0", "n1"], resume=0).steps(4)
+    (run / "events" / "a.jsonl").write_text("".join(each.encode() for each in stream.events))
+    return run
+
+
+def told_of_all(folder):
+    """Return, of all runs but the bad one, what each view of a folder shows."""
+    found = [run for run in find_users_runs(folder)[0] if run.path.name != "bad"]
+    collector = RunsCollector(folder, wall=lambda: T + 60)
+    collector.poll()
+    text = prometheus_client.generate_latest(collector.registry()).decode()
+    follower = RunFollower(folder, KINDS)
+    every = list(find_users_runs(folder)[0])
+    return {
+        "runs": found,
+        "metrics": [line for line in text.splitlines() if 'run="a"' in line],
+        "cost": [each for each in costs(every)[0] if each.run != "bad"],
+        "status": [
+            each.to_json(T + 60) for each in run_statuses(every) if each.run.path.name != "bad"
+        ],
+        "notices": [each for each in follower.poll()[0] if each.run != "bad"],
+    }
+
+
+PARTS = ("job.json", "submitted.json", "events", "events/a.jsonl", "attempts", "metrics.json",
+         "board", "tracking", "rendered.json", "stop.json", "ledger")  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_bad_run_hides_no_other_from_any_view(tmp_path, part):
+    whole_run(tmp_path, "a")
+    good = told_of_all(tmp_path)
+    assert all(good[view] for view in ("runs", "metrics", "cost", "status"))
+    for kind, make in [*hostile.files(), ("1e308", lambda path: path.write_text('{"a": 1e308}'))]:
+        bad = whole_run(tmp_path, "bad") / part
+        clear(bad)
+        make(bad)
+        assert told_of_all(tmp_path) == good, kind
+        shutil.rmtree(tmp_path / "bad")
+
+
+def tracks(folder, good):
+    """Whether a follower of all runs of a folder writes those of a good one."""
+    code = run_cli(["track", "--runs", str(folder), "--to", "tensorboard", "--once"])
+    return code == 0 and any((good / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("part", ["job.json", "events", "tracking"])
+def test_one_bad_run_ends_no_tracking_of_others(tmp_path, part):
+    pytest.importorskip("tensorboard")
+    for number, (_, make) in enumerate(hostile.files()):
+        bad = whole_run(tmp_path, f"bad{number}") / part
+        clear(bad)
+        make(bad)
+    assert tracks(tmp_path, whole_run(tmp_path, "good"))
+
+
+def test_one_bad_board_of_trackers_ends_no_tracking(tmp_path):
+    pytest.importorskip("tensorboard")
+    known = {"writer": "x", "t_unix": T, "steps": {"tensorboard": 3}}
+    for number, (_, text) in enumerate(hostile.spoilt(known)):
+        run = whole_run(tmp_path, f"bad{number}")
+        (run / "tracking").mkdir()
+        FileBoard(run / "tracking").set_state(text)
+    assert tracks(tmp_path, whole_run(tmp_path, "good"))
+
+
+@pytest.mark.parametrize("kind", hostile.VALUES)
+def test_an_event_of_any_content_can_be_told_of(kind):
+    config, stream = config_of(), Stream(t=T).start()
+    stream.form(["n0", "n1", "n2"], resume=0).steps(3)
+    about = {"node": "n0", "epoch": 1, "step": 3, "member": "n1", "host": "h1", "reason": "x"}
+    stream.add("member.lost", **about)
+    stream.add("worker.hung", **about, section="forward", idle_s=3.0, detail="")
+    stream.add("epoch.aborted", node="n0", epoch=1, reason="x", victims=["n1"])
+    stream.form(["n0", "n2"], resume=2).steps(5)
+    stream.add("run.ended", code=1, reason="x")
+    for index in (0, 1, 6, -20, -16, *range(len(stream.events) - 1, 20, -7)):
+        for spoilt, text in hostile.spoilt(json.loads(stream.events[index].encode())):
+            if not spoilt.endswith(f": {kind}") or (read := Event.decode(text.decode())) is None:
+                continue
+            events = [*stream.events[:index], read, *stream.events[index:]]
+            events.sort(key=lambda each: each.t_unix)
+            json.dumps(summarise(events, config=config, audit=None, code=1), allow_nan=False)
+            json.dumps(TrainingStatus(config, events).to_json(), allow_nan=False)
+            gpu_time_by_month(events, gpus_per_node=1)
+
+
+def test_one_bad_directory_hides_no_checkpoint(tmp_path):
+    root = tmp_path / "checkpoints"
+    (root / "step-000000005-e000001").mkdir(parents=True)
+    (root / "step-000000005-e000001" / "a").write_text("x")
+    run = stored(tmp_path)
+    FileBoard(run / "board").set_state(BoardState().encode())
+    train = replace(config_of(), checkpoint=CheckpointSection(dir=str(root)))
+    (run / "job.json").write_text(train.to_json())
+    good = RunCheckpoints.of(run).others()
+    assert [each["step"] for each in good] == [5]
+    for name in ("step-000000006-e000001", "step-000000005-e000001/b", "x"):
+        for kind, make in hostile.KINDS.items():
+            make(root / name)
+            found = [each for each in RunCheckpoints.of(run).others() if each["step"] == 5]
+            assert [{**each, "size_bytes": 1} for each in found] == good, kind
+            clear(root / name)
