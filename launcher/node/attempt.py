@@ -209,7 +209,9 @@ def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
 
 def _past(folder: Path) -> Past:
     begin, end = parse_json(read_regular(folder / "begin.json")), read_json(folder / "end.json")
-    says: dict[str, Any] = {key: end[key] for key in ("code", "failed", "reason", "began") if key in end}
+    says: dict[str, Any] = {
+        key: end[key] for key in ("code", "failed", "reason", "began") if key in end
+    }
     says |= {"name": folder.name, "begun_unix": begin["t_unix"], "step": begin["step"]}
     return build(Past, says)
 
