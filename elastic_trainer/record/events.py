@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elastic_trainer.storage.typed import parse_json
+from elastic_trainer.storage.typed import Unix, build, parse_json
 
 EVENT_VERSION: Final = 1
+_KNOWN: Final = ("event", "t_unix", "t_mono", "node", "rank", "epoch", "step")
 
 EVENTS: Final[dict[str, str]] = {
     # agents: membership
@@ -146,7 +147,7 @@ class Event:
     """One line of the record. `epoch`, `step` and `rank` are None where they do not apply."""
 
     event: str
-    t_unix: float
+    t_unix: Unix
     t_mono: float
     """Monotonic seconds of the writer's machine; comparable within one node only."""
     node: str | None = None
@@ -181,19 +182,14 @@ class Event:
 
     @classmethod
     def decode(cls, line: str) -> Event | None:
-        """Read one line; None for a torn last line, which a crash may leave."""
+        """Read one line; None for one that no writer of ours has made or finished."""
         try:
             raw = parse_json(line)
-        except ValueError:
+            raw.pop("v", None)
+            known = {key: raw.pop(key, None) for key in _KNOWN}
+            return build(cls, {**known, "fields": raw})
+        except (ValueError, AttributeError):
             return None
-        if not isinstance(raw, dict) or not isinstance(raw.get("event"), str):
-            return None
-        raw.pop("v", None)
-        known = {
-            key: raw.pop(key, None)
-            for key in ("event", "t_unix", "t_mono", "node", "rank", "epoch", "step")
-        }
-        return cls(**known, fields=raw)
 
 
 def _without_nan(value: Any) -> Any:

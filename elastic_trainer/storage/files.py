@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import itertools
 import json
+import logging
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from elastic_trainer.storage.typed import parse_json
+
+_Item = TypeVar("_Item")
+_Read = TypeVar("_Read")
 
 CLAIM_S: Final = 5.0
 """Without hard links: the process with the right to write a file has died if it takes so long."""
@@ -188,6 +193,43 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
         return file.read()
+
+
+def of_each(
+    items: Iterable[_Item], read: Callable[[_Item], _Read], name: Callable[[_Item], object] = str
+) -> Iterator[_Read]:
+    """Yield what `read` makes of each item of a set; say of which it can make nothing, and go on.
+
+    An item that has gone since the set was listed is none. What `read` may raise is not known
+    here: items were made by others, by other versions, or by a disk that fails.
+    """
+    for item in items:
+        try:
+            found = read(item)
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001  see above
+            skipped(name(item), getattr(error, "strerror", None) or str(error))
+            continue
+        yield found
+
+
+@functools.lru_cache(maxsize=4096)  # once a process
+def skipped(what: object, why: str) -> None:
+    """Say which item of a set is passed over, and why."""
+    logging.getLogger("holdfast").warning("%s is skipped: %s", what, why)
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether a file that only grows has a last line that is not whole, as far as known.
+
+    A crash or a full disk leaves it so; what is appended then begins with a newline.
+    """
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        if size := os.fstat(file.fileno()).st_size:
+            file.seek(size - 1)
+        return file.read(1) not in (b"", b"\n")
+    return False
 
 
 def check_output(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Builds dataclasses from JSON by the types of their fields, and checks these. Pure."""
+"""Reads JSON that all later code can take, and builds dataclasses of it by the types of fields.
+
+Pure. What is refused here need not be thought of where it is used.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,69 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
+
+MAX_NESTING: Final = 100
+"""Values in values; code that walks them calls itself as often."""
+MAX_UNIX: Final = 1e11
+"""Times of which calendars know the year; a few more than those of four digits."""
+Unix: TypeAlias = Annotated[float, "unix"]
+"""Type of a field for seconds since 1970, from 0 to MAX_UNIX."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text says.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply to be ours.
+        ValueError: it is not JSON; or says what cannot be written again, or counted with: NaN,
+            an infinity, a whole number of more than 64 bits, half a surrogate pair; or is nested
+            too deeply.
     """
+    if isinstance(text, bytes):  # json.loads would let surrogates pass
+        text = text.decode("utf-8-sig")
     try:
-        return json.loads(text)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_NESTING:
+        _check_nesting(value)
+    if not text.isascii() or "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def _check_nesting(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = (each.values() if type(each) is dict else each for each in level)
+        level = [one for each in inner for one in each if type(one) in (dict, list)]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    _no_number(text)
+
+
+def _in_64_bits(text: str) -> int:
+    if len(text) <= _INT_CHARS:
+        return int(text)
+    _no_number(text)
+
+
+_INT_CHARS: Final = len(str(1 << 64))
+_DECODER: Final = json.JSONDecoder(
+    parse_constant=_no_number, parse_float=_finite, parse_int=_in_64_bits
+)
 
 
 def build(cls: type[_T], raw: Any) -> _T:
@@ -49,12 +100,14 @@ def build(cls: type[_T], raw: Any) -> _T:
 @functools.cache
 def _builder(want: Any) -> Callable[[Any], Any]:
     """Return the function that makes a `want` of a value, or raises TypeError."""
+    if known := _SCALARS.get(want):
+        return known
     args = typing.get_args(want)
     inner = [_builder(arg) for arg in args if arg is not ...]
     match typing.get_origin(want):
         case None:
-            return _SCALARS.get(want) or _class_builder(want)
-        case types.UnionType:
+            return _class_builder(want)
+        case types.UnionType | typing.Union:  # of Annotated
             return lambda value: _first(inner, value)
         case builtins.dict | collections.abc.Mapping:
             key, item = inner
@@ -129,7 +182,7 @@ def _fields(cls: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _makers(cls: type) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {spec.name: _builder(hints[spec.name]) for spec in dataclasses.fields(cls)}
 
 
@@ -147,8 +200,27 @@ def _float(value: Any) -> float:
     return value
 
 
+def _unix(value: Any) -> float:
+    if not 0 <= _float(value) < MAX_UNIX:
+        raise TypeError
+    return float(value)
+
+
+def unix_time(value: Any) -> float:
+    """Return a time out of JSON, as of a field of type Unix.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return _unix(value)
+    except TypeError:
+        raise ValueError(f"{value!r:.40} is no time") from None
+
+
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
     Any: lambda value: value,
     float: _float,
+    Unix: _unix,
     int: _int,  # what fits into the fields of heartbeats and snapshots
 }

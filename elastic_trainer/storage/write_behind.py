@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic_trainer.storage.files import is_torn
+
 PATIENCE_S = 0.2
 """How long `put` waits for storage that answered before; then not again until it answers."""
 STALL_S = 1.0
@@ -136,6 +138,8 @@ class WriteBehind:
                     self._close()  # somebody has removed the file
                 if self._fd is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
+                    if len(rest) == len(line) and is_torn(self._path):
+                        rest = memoryview(b"\n" + line)
                     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                     self._fd = os.open(self._path, flags, 0o666)  # the umask decides
                 rest = rest[os.write(self._fd, rest) :]

@@ -24,7 +24,7 @@ from launcher.platforms.retries import retried
 from launcher.record.files import RunRecord
 from launcher.record.notices import KINDS, Notice, Notices
 from launcher.runs.runs import find_users_runs
-from launcher.spec.errors import HoldfastError, PermanentError, TemporaryError, UserError
+from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 EPILOG = """\b
 Examples:
@@ -119,7 +119,7 @@ class RunFollower:
             )
             try:
                 told = [notice for event in record.poll() if (notice := notices.add(event))]
-            except (HoldfastError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others tell
                 problems.append(f"{run.path}: {error}")
                 continue
             if known or self._looked:

@@ -7,14 +7,16 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import click
 
 from elastic_trainer.plan.config import TRACKERS
+from elastic_trainer.storage.files import of_each
 from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, runs_option, say
+from launcher.platforms.installed import need
 from launcher.runs.reports.tracking import TrackedRun
 from launcher.runs.run_dir import load
 from launcher.runs.runs import find_run, find_users_runs
@@ -50,25 +52,39 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
     """
     writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     known: dict[Path, TrackedRun | None] = {}
+    for name in names:
+        need(f"the tracker {name}", name, extra="track")
     try:
-        with ExitStack() as stack:
-            while True:
-                found = [find_run(run, runs)] if run is not None else find_users_runs(runs)[0]
-                for path in (each.path for each in found):
-                    if path not in known:
-                        tracked = _open(path, names, writer, asked=run is not None)
-                        known[path] = tracked and stack.enter_context(closing(tracked))
-                left = [each for each in known.values() if each is not None and not each.is_over]
-                for each in left:
-                    each.poll(at_once=once)
-                if once or (run is not None and all(each.is_over for each in left)):
-                    return EXIT_DONE
-                threading.Event().wait(_EVERY_S)
+        while True:
+            found = [find_run(run, runs)] if run is not None else find_users_runs(runs)[0]
+            fresh = [each.path for each in found if each.path not in known]
+            if run is None:
+                opened = of_each(fresh, lambda path: (path, _open(path, names, writer)))
+                known |= dict(opened)
+            else:
+                known |= {path: _open(path, names, writer, asked=True) for path in fresh}
+            left = [each for each in known.values() if each is not None and not each.is_over]
+            if run is None:
+                _of_each(left, lambda each: each.poll(at_once=once))
+            else:
+                left[0].poll(at_once=once)
+            if once or (run is not None and left[0].is_over):
+                return EXIT_DONE
+            threading.Event().wait(_EVERY_S)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        _of_each([each for each in known.values() if each is not None], TrackedRun.close)
 
 
-def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> TrackedRun | None:
+def _of_each(tracked: Sequence[TrackedRun], act: Callable[[TrackedRun], None]) -> None:
+    for _ in of_each(tracked, act, lambda each: each.run_dir):
+        pass
+
+
+def _open(
+    path: Path, names: tuple[str, ...], writer: str, *, asked: bool = False
+) -> TrackedRun | None:
     try:
         config = load(path)
     except UserError:

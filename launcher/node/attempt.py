@@ -24,7 +24,15 @@ from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE, read_board
 from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
-from elastic_trainer.storage.files import publish, read_json, write_json
+from elastic_trainer.storage.files import (
+    of_each,
+    open_regular,
+    publish,
+    read_json,
+    read_regular,
+    write_json,
+)
+from elastic_trainer.storage.typed import Unix, build, parse_json
 from launcher.platforms.retries import polled
 from launcher.record.files import LauncherLog
 from launcher.spec.errors import UserError
@@ -39,7 +47,7 @@ class Past:
     """The record of an attempt that has ended, or was lost."""
 
     name: str
-    begun_unix: float
+    begun_unix: Unix
     step: int
     """Newest step that counted when it began, see batch.newest_step; -1: none."""
     code: int | None = None
@@ -112,7 +120,7 @@ class Attempt:
         Opened every time: on NFS that asks the server, a stat may not.
         """
         with contextlib.suppress(OSError, ValueError):
-            return self.beat.read_text(encoding="ascii")
+            return _text(self.beat)
         return None
 
     def keep(self, name: str, value: Mapping[str, Any], *, first: bool) -> bool:
@@ -141,16 +149,16 @@ class Attempt:
     def exits(self) -> dict[str, int]:
         """Return the codes of the agents that could say so, by node."""
         found = {}
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             for path in (self.dir / "exit").iterdir():
-                with contextlib.suppress(ValueError, OSError):
-                    found[path.name] = int(path.read_text(encoding="ascii"))
+                with contextlib.suppress(ValueError, OSError):  # perhaps it is being written
+                    found[path.name] = int(_text(path))
         return found
 
     def last_words(self, nodes: Iterable[str]) -> str:
         """Return the last lines of the first log of these nodes that has any, as one line."""
         for node in nodes:
-            with contextlib.suppress(OSError), (self.logs / f"{node}.log").open("rb") as file:
+            with contextlib.suppress(OSError), open_regular(self.logs / f"{node}.log") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
                 lines = file.read().decode(errors="replace").split("\n")
                 if said := [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]:
@@ -165,13 +173,13 @@ class Attempt:
     def refusal(self) -> str:
         """Return why no agent could be started, if known."""
         with contextlib.suppress(OSError):
-            return (self.dir / "refused").read_text(encoding="utf-8", errors="replace").strip()
+            return read_regular(self.dir / "refused").decode(errors="replace").strip()
         return ""
 
     def next_job(self) -> str | None:
         """Return the id of the job that is to continue, if any."""
-        with contextlib.suppress(OSError):
-            text = (self.dir / "next").read_text(encoding="ascii").strip()
+        with contextlib.suppress(OSError, ValueError):
+            text = _text(self.dir / "next").strip()
             return text if text.isdigit() else None
         return None
 
@@ -194,30 +202,28 @@ def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
 
     Unreadable ones are left out: a damaged note must not keep a run from continuing.
     """
-    found = []
-    for folder in _folders(run_dir):
-        if folder.name.partition(".")[0] not in jobs:
-            continue
-        begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
-        with contextlib.suppress(KeyError, ValueError, TypeError):
-            found.append(
-                Past(
-                    name=folder.name,
-                    begun_unix=float(begin["t_unix"]),
-                    step=int(begin["step"]),
-                    code=int(end["code"]) if end else None,
-                    failed=bool(end.get("failed", False)),
-                    reason=str(end.get("reason", "")),
-                    began=bool(end.get("began", True)),
-                )
-            )
+    folders = (each for each in _folders(run_dir) if each.name.partition(".")[0] in jobs)
+    found = of_each(folders, _past)
     return sorted(found, key=lambda past: past.begun_unix)
 
 
+def _past(folder: Path) -> Past:
+    begin, end = parse_json(read_regular(folder / "begin.json")), read_json(folder / "end.json")
+    says: dict[str, Any] = {
+        key: end[key] for key in ("code", "failed", "reason", "began") if key in end
+    }
+    says |= {"name": folder.name, "begun_unix": begin["t_unix"], "step": begin["step"]}
+    return build(Past, says)
+
+
+def _text(path: Path) -> str:
+    """Return a short text; OSError, ValueError: it is something else."""
+    return read_regular(path, _LAST_BYTES).decode("ascii")
+
+
 def _folders(run_dir: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        return [path for path in (run_dir / "attempts").iterdir() if _NAME.fullmatch(path.name)]
-    return []
+    listed = of_each([run_dir / "attempts"], lambda folder: list(folder.iterdir()))
+    return [path for paths in listed for path in paths if _NAME.fullmatch(path.name)]
 
 
 # -- Lines for the log, events for the record -----------------------------------------------------

@@ -57,7 +57,7 @@ from launcher.platforms.slurm.status_text import SCRIPT
 from launcher.record import stop_request
 from launcher.record.failures import EXCLUSIONS, excluded_machines
 from launcher.record.files import events_named
-from launcher.spec.errors import HoldfastError, TemporaryError, UserError
+from launcher.spec.errors import TemporaryError, UserError, advice
 
 
 def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
@@ -239,12 +239,11 @@ def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(SUMMARY_S)
     try:
-        # It reads the whole record: what only begins does not import this.
-        from launcher.runs.reports.data import current_summary, write_summary
+        with advice("summary.json is not written", say):
+            # It reads the whole record: what only begins does not import this.
+            from launcher.runs.reports.data import current_summary, write_summary
 
-        write_summary(attempt.run_dir, current_summary(attempt.run_dir)[0])
-    except (UserError, OSError, ImportError) as error:
-        say(f"summary.json is not written: {error}; `holdfast report RUN --json` has its content")
+            write_summary(attempt.run_dir, current_summary(attempt.run_dir)[0])
     finally:
         signal.alarm(0)
 
@@ -351,7 +350,9 @@ def carry_out(
         listed = expand_nodes(fields.get("ExcNodeList", "").replace("(null)", ""))
         off: Sequence[str] = ()
         if act in {"requeue", "keep-off"}:
-            off = (*listed, *_to_exclude(attempt, listed, commands))
+            off = listed
+            with advice("the next start may be on excluded nodes", say):
+                off = (*listed, *_to_exclude(attempt, listed, commands))
         if act in argv:
             answer(act, argv[act])
         if off and (act, off) != ("requeue", listed):
@@ -377,35 +378,25 @@ def carry_out(
 
 def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
     """Return the nodes that the fleet's ledger, updated from the run, keeps this run off."""
-    try:
+    with advice("the fleet's ledger is not used", say):
         fleet = node_ledger_at(place_for(attempt.run_dir))
-        try:
+        with advice("the fleet's ledger misses what happened here", say):
             fleet.harvest(attempt.run_dir, since_unix=since)
-        except HoldfastError as error:
-            say(f"the fleet's ledger misses what happened here: {error}")
         held = standings(fleet.entries(), time.time())
         for trouble in fleet.trouble:
             say(trouble)
-        if not any(each.is_out for each in held.values()):
-            return []
-        pool = [machine.name for machine in machines(commands)]
-    except Exception as error:  # noqa: BLE001  whatever it is: advice never stops a requeue
-        say(f"the fleet's ledger is not used: {type(error).__name__}: {error}")
-        return []
-    given = str(read_json(attempt.dir / "begin.json").get("nodes") or "")
-    needed = len(expand_nodes(given))
-    return [each.machine for each in kept_off(held, pool, needed)]
+        if any(each.is_out for each in held.values()):
+            pool = [machine.name for machine in machines(commands)]
+            given = str(read_json(attempt.dir / "begin.json").get("nodes") or "")
+            return [each.machine for each in kept_off(held, pool, len(expand_nodes(given)))]
+    return []
 
 
 def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
     """Return nodes that the job's next start avoids: excluded by the run, or fleet-wide."""
     begun = pasts(attempt.run_dir, lineage(attempt.run_dir, attempt.job_id))
     since = begun[0].begun_unix if begun else 0.0
-    try:
-        events = events_named(attempt.run_dir, EXCLUSIONS, since_unix=since)
-    except UserError as error:
-        say(f"the next start may be on excluded nodes: {error}")
-        return []
+    events = events_named(attempt.run_dir, EXCLUSIONS, since_unix=since)
     hosts = [each.host for each in excluded_machines(events, since_unix=since)]
     hosts += [host for host in _of_ledger(attempt, since, commands) if host not in hosts]
     new = [host for host in hosts if host not in listed]

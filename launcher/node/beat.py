@@ -151,7 +151,7 @@ def look_after(attempt: Attempt, drains: Drains, every_s: float) -> None:
         time.sleep(every_s)
         try:
             drains.look()
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  the next look may be better
             if said != (said := str(error)):
                 say(f"{attempt.name}: nodes that drain are not seen: {error}")
 
@@ -218,7 +218,7 @@ class Strikes:
     def _look(self, fleet: NodeLedger) -> None:
         try:
             fleet.harvest(self._run_dir, since_unix=self._since, newest=True, only=self._only)
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001  the job goes on without
             if self._said != (said := str(error)):
                 say(f"the fleet's ledger misses what happens here: {error}")
                 self._said = said

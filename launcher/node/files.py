@@ -88,9 +88,10 @@ def get(run_dir: Path, stream: IO[bytes], out: IO[bytes]) -> int:
                 # What is no plain file could block, or lead out of the run.
                 number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP):
-                    continue  # boards and rotated logs go meanwhile; links are not followed
-                raise
+                # Boards and rotated logs go meanwhile; links are not followed.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    sys.stderr.write(f"{path} is skipped: {error.strerror}\n")
+                continue
             with os.fdopen(number, "rb") as file:
                 _add_new(tar, file, name, known.get(name), most)
         tar.addfile(tarfile.TarInfo(END))

@@ -160,7 +160,7 @@ def _by_epoch(events: Iterable[Event], spans: Sequence[EpochSpan]) -> list[list[
         elif event.fields.get("action") in _NODE_KILLS:
             killed[event.node] = index
         if event.event == "member.lost":
-            member = event.fields.get("member")
+            member = _member(event)
             had = (i for i in range(index, -1, -1) if member in spans[i].nodes)
             index = killed.get(member, next(had, index))
         victims = node_names(event.fields.get("victims"))
@@ -212,9 +212,9 @@ def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> RunFai
         case "fault.injected" if (action := str(fields.get("action"))) in _INJECTED:
             return _new(event, span, kind=_INJECTED[action], node=event.node, injected=action)
         case "member.lost":
-            return _new(event, span, kind=Kind.NODE_LOST, node=fields.get("member"))
+            return _new(event, span, kind=Kind.NODE_LOST, node=_member(event))
         case "worker.hung":
-            found = _new(event, span, kind=Kind.HANG, node=fields.get("member", event.node))
+            found = _new(event, span, kind=Kind.HANG, node=_member(event) or event.node)
             where = f"in {fields.get('section')} for {fields.get('idle_s')} s"
             found.detail = found.detail or f"no progress {where}"
             return found
@@ -224,6 +224,11 @@ def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> RunFai
             if not victims or event.node in victims:
                 return _new(event, span, kind=kind, node=event.node)
     return None
+
+
+def _member(event: Event) -> str | None:
+    member = event.fields.get("member")
+    return member if isinstance(member, str) else None
 
 
 def _new(

@@ -10,14 +10,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.storage.files import open_regular
-from elastic_trainer.storage.typed import build
+from elastic_trainer.storage.files import is_torn, of_each, open_regular, skipped
 from launcher.spec.errors import UserError
 
 MOST_EVENTS: Final = 200_000
@@ -27,8 +26,6 @@ TAIL_BYTES: Final = 24 << 20
 _MAX_FILES: Final = 8192
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
-_MAX_UNIX: Final = 1e11
-"""Latest time of an event: years of four digits, and a few more."""
 _CLOCK_SLACK_S: Final = 3600.0
 """The file server's clock and a submission's may differ by less than this."""
 _T_UNIX: Final = attrgetter("t_unix")
@@ -51,19 +48,19 @@ class RunRecord:
     def poll(self) -> list[Event]:
         """Read what is new and return it, by `t_unix`. There may be no file yet.
 
+        Files that cannot be read are skipped, and tried again.
+
         Raises:
-            UserError: HF613 the record cannot be read.
+            UserError: HF613 the folder cannot be read.
         """
         fresh: list[Event] = []
         files = _files(self.run_dir)
         if self._newest and not self._offsets:
-            self._offsets = {path: _next_line(path, at) for path, at in _tails(files).items()}
-        for path, info in files:
-            offset = self._offsets.get(path, 0)
-            if info.st_size > offset:
-                lines = list(_lines(path, offset))
-                self._offsets[path] = offset + sum(map(len, lines))
-                fresh += _decoded(lines)
+            tails = _tails(files)
+            self._offsets = dict(of_each(tails, lambda path: (path, _next_line(path, tails[path]))))
+        grown = [path for path, info in files if info.st_size > self._offsets.get(path, 0)]
+        for lines in of_each(grown, self._new_lines):
+            fresh += _decoded(lines)
         if fresh:
             fresh.sort(key=_T_UNIX)
             self.events += fresh
@@ -72,23 +69,24 @@ class RunRecord:
                 del self.events[: -MOST_EVENTS // 2]
         return fresh
 
+    def _new_lines(self, path: str) -> list[bytes]:
+        offset = self._offsets.get(path, 0)
+        lines = list(_lines(path, offset))
+        self._offsets[path] = offset + sum(map(len, lines))
+        return lines
+
 
 def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
     """Return the events at the ends of the files, or of one writer's: quick for records of months.
 
-    Files that cannot be read are passed over: the others tell enough.
+    Files that cannot be read are skipped.
 
     Raises:
         UserError: HF613 the folder cannot be read.
     """
-    found: list[Event] = []
-    files = _files(run_dir) if writer is None else _file(run_dir, writer)
-    for path, start in _tails(files).items():
-        try:
-            found += _decoded(_lines(path, start))
-        except UserError:
-            continue
-    return sorted(found, key=_T_UNIX)
+    tails = _tails(_files(run_dir, "" if writer is None else writer))
+    found = of_each(tails, lambda path: list(_decoded(_lines(path, tails[path]))))
+    return sorted(chain.from_iterable(found), key=_T_UNIX)
 
 
 def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
@@ -108,44 +106,50 @@ def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
 def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
     """Return the events of these names, by time.
 
-    Files that were written last long before `since_unix` are not opened.
+    Files that were written last long before `since_unix` are not opened, and those that cannot be
+    read are skipped.
 
     Raises:
-        UserError: HF613 the record cannot be read.
+        UserError: HF613 the folder cannot be read.
     """
     wanted = [f'"{name}"'.encode() for name in names]
-    found: list[Event] = []
-    for path, info in _files(run_dir):
-        if info.st_mtime >= since_unix - _CLOCK_SLACK_S:
-            lines = (line for line in _lines(path) if any(name in line for name in wanted))
-            found += (event for event in _decoded(lines) if event.event in names)
-    return sorted(found, key=_T_UNIX)
+
+    def read(path: str) -> list[Event]:
+        lines = (line for line in _lines(path) if any(name in line for name in wanted))
+        return [event for event in _decoded(lines) if event.event in names]
+
+    late = since_unix - _CLOCK_SLACK_S
+    found = of_each((path for path, info in _files(run_dir) if info.st_mtime >= late), read)
+    return sorted(chain.from_iterable(found), key=_T_UNIX)
 
 
-def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
-    folder = run_dir / "events"
-    found: list[tuple[str, os.stat_result]] = []
-    # No folder: no event yet, or the run is being removed.
-    with _reading(folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
-        found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
-        found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
-    return sorted(found, key=lambda file: file[0])
+def _files(run_dir: Path, writer: str = "") -> list[tuple[str, os.stat_result]]:
+    """Return the event files, or that of one writer, by path."""
+    folder, names = run_dir / "events", [f"{writer}.jsonl"]
+    try:
+        if not writer:
+            names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]  # noqa: PTH208
+    except FileNotFoundError:
+        return []  # no event yet, or the run is being removed
+    except OSError as error:
+        raise UserError("HF613", f"{folder} cannot be read: {error.strerror or error}") from error
+    paths = (f"{folder}/{name}" for name in sorted(names))
+    return [file for file in of_each(paths, _looked_at) if stat.S_ISREG(file[1].st_mode)]
 
 
-def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
-    path = run_dir / "events" / f"{writer}.jsonl"
-    with _reading(path), suppress(FileNotFoundError):
-        return [(str(path), path.stat())]
-    return []
+def _looked_at(path: str) -> tuple[str, os.stat_result]:
+    return path, os.stat(path)  # noqa: PTH116  thousands of them
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
-    with _reading(Path(path)), open_regular(Path(path)) as file:
+    with open_regular(Path(path)) as file:
         if start:
             file.seek(start - 1)
             file.readline(_MAX_LINE_BYTES)
         while line := file.readline(_MAX_LINE_BYTES):
             if not line.endswith(b"\n"):
+                if len(line) == _MAX_LINE_BYTES:
+                    skipped(path, "a line is too long to be an event")
                 return  # the rest may be written while we look
             yield line
 
@@ -154,30 +158,15 @@ def _next_line(path: str, start: int) -> int:
     """Return where the first line begins at byte `start` or after it."""
     if not start:
         return 0
-    with _reading(Path(path)), open_regular(Path(path)) as file:
+    with open_regular(Path(path)) as file:
         file.seek(start - 1)
         return start - 1 + len(file.readline(_MAX_LINE_BYTES))
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError("HF613", f"{path} cannot be read: {why}") from error
-
-
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     """Yield the events in `lines`; skip others, as a line torn by a crash."""
-    for line in lines:
-        event = Event.decode(line.decode("utf-8", errors="replace"))
-        if event is None:
-            continue
-        with suppress(ValueError):  # its time or place is not as our writers give them
-            build(Event, event)
-            if 0 <= event.t_unix < _MAX_UNIX:
-                yield event
+    read = (Event.decode(line.decode("utf-8", errors="replace")) for line in lines)
+    return (event for event in read if event is not None)
 
 
 class LauncherLog:
@@ -199,8 +188,9 @@ class LauncherLog:
         about = {key: values.pop(key, None) for key in ("node", "rank", "epoch", "step")}
         t_unix, t_mono = self._wall(), time.monotonic()
         written = Event(event=event, t_unix=t_unix, t_mono=t_mono, **about, fields=values)
+        line = ("\n" if is_torn(self._path) else "") + written.encode()
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(written.encode())
+            file.write(line)
 
 
 def note_event(run_dir: Path, event: str, **values: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_trainer.board.open_board import KUBERNETES
 from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.platforms.base import Backend, JobRef, Machines
-from launcher.spec.errors import HoldfastError, UserError
+from launcher.spec.errors import reason_of
 
 
 def fetched(backend: Backend, job: JobRef) -> str:
@@ -27,8 +27,8 @@ def fetched(backend: Backend, job: JobRef) -> str:
         backend.fetch(job)
     except OSError as error:
         return f"{job.run_dir} cannot be written: {error.strerror or error}"
-    except HoldfastError as error:
-        return f"the run's files could not be fetched: {_said(error)}"
+    except Exception as error:  # noqa: BLE001  pods have sent it
+        return f"the run's files could not be fetched: {reason_of(error)}"
     place = place_for(Path(job.run_dir))
     if not place.startswith(KUBERNETES) or not isinstance(backend, Machines):
         return ""
@@ -36,8 +36,8 @@ def fetched(backend: Backend, job: JobRef) -> str:
         node_ledger_at(place, lambda: backend.register_server(job)).harvest(
             Path(job.run_dir), newest=True
         )
-    except HoldfastError as error:
-        return f"what the run holds against machines is not in the ledger: {_said(error)}"
+    except Exception as error:  # noqa: BLE001  anybody may have written into it
+        return f"what the run holds against machines is not in the ledger: {reason_of(error)}"
     return ""
 
 
@@ -55,7 +55,3 @@ class Fetcher:
         before, self.trouble = self.trouble, fetched(self.backend, job)
         if self.trouble and self.trouble != before:
             self.say(self.trouble)
-
-
-def _said(error: HoldfastError) -> str:
-    return error.message if isinstance(error, UserError) else str(error)

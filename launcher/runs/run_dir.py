@@ -154,7 +154,7 @@ def read_job(path: Path) -> TrainConfig:
     """
     try:
         return TrainConfig.from_json(read_regular(path).decode())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
 
 
@@ -233,7 +233,7 @@ def refuse_if_live(run_dir: Path) -> None:
     try:
         mark = parse_json(read_regular(run_dir / _LIVE))
         pid, started = int(mark["pid"]), mark["started"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return
     if mark.get("host") == socket.gethostname() and start_ticks(pid) == started is not None:
         raise UserError(

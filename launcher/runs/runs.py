@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.storage.files import read_json, read_regular, write_json
-from elastic_trainer.storage.typed import parse_json
+from elastic_trainer.storage.files import of_each, read_json, read_regular, write_json
+from elastic_trainer.storage.typed import Unix, build, parse_json, unix_time
 from launcher.fleet.node_ledger import writer
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.installed import installed_version
@@ -19,6 +20,7 @@ from launcher.spec.errors import UserError, writing
 
 SUBMITTED = "submitted.json"
 """Written once the platform has taken the job, replaced by `submit --resume`."""
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 SWEEP = "sweep.json"
 """A sweep's tasks and their values; the runs are the folders 0, 1, … beside it."""
 
@@ -56,10 +58,12 @@ class Submission:
         Raises:
             ValueError, KeyError, TypeError: it is something else.
         """
-        submit_time = raw["submit_time"]
+        submit_time, job_id = raw["submit_time"], str(raw["job_id"])
+        if not _JOB_ID.fullmatch(job_id):  # one that a platform refuses hides all others
+            raise ValueError(f"{job_id!r:.40} is no job")
         job = JobRef(
-            id=JobId(str(raw["job_id"])),
-            submit_time=None if submit_time is None else float(submit_time),
+            id=JobId(job_id),
+            submit_time=None if submit_time is None else unix_time(submit_time),
             run_dir=str(raw.get("run_dir") or run_dir),
             cluster=str(raw.get("cluster") or ""),
         )
@@ -129,20 +133,19 @@ def read_submitted(run_dir: Path) -> Submission | None:
 def _former(path: Path) -> list[dict[str, Any]]:
     try:
         raw = parse_json(read_regular(path))
-        former = raw.pop("former", [])
+        former = list(raw.pop("former", []))
     except FileNotFoundError:
         return []
-    except (ValueError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return []  # damaged: what it said is lost, and must not stop the next submission
-    return [raw, *former]
+    return [raw, *(each for each in former if isinstance(each, dict))]
 
 
 def submit_times(run_dir: Path) -> list[float]:
     """Return the known times of submissions, unix seconds."""
     path = run_dir / SUBMITTED
-    submissions = [read_json(path), *_former(path)]
-    times = [each.get("submit_time") for each in submissions if isinstance(each, dict)]
-    return [float(each) for each in {*times} if isinstance(each, int | float)]
+    times = [each.get("submit_time") for each in (read_json(path), *_former(path))]
+    return [*{*of_each((each for each in times if each is not None), unix_time)}]
 
 
 def find_run(name: str, folder: Path) -> StoredRun:
@@ -178,28 +181,37 @@ def find_run(name: str, folder: Path) -> StoredRun:
 
 
 def find_runs(folder: Path) -> Iterable[StoredRun]:
-    """Yield the runs of `folder`, by name: its folders, and those of its sweeps."""
+    """Yield the runs of `folder`, by name: its folders, and those of its sweeps.
+
+    Folders that cannot be read are skipped.
+
+    Raises:
+        OSError: `folder` cannot be read.
+    """
     try:
         paths = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return
-    for path in paths:
-        if is_run(path):
-            yield _run(path, str(path))
-        elif is_sweep(path):
-            yield from runs_of_sweep(path)
+    for found in of_each(paths, _runs_at):
+        yield from found
+
+
+def _runs_at(path: Path) -> list[StoredRun]:
+    if is_run(path):
+        return [_run(path, str(path))]
+    return runs_of_sweep(path) if is_sweep(path) else []
 
 
 def find_users_runs(folder: Path) -> tuple[list[StoredRun], list[str]]:
     """Return the runs of `folder` and of each user's folder in it, and what could not be read."""
-    found, problems = list(find_runs(folder)), []
+    problems: list[str] = []
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+        found, inside = list(find_runs(folder)), sorted(folder.iterdir())
     except OSError as error:
-        return found, [f"{folder} cannot be read: {error.strerror or error}"]
+        return [], [f"{folder} cannot be read: {error.strerror or error}"]
     for path in inside:
         try:
-            if not (is_run(path) or is_sweep(path)):
+            if path.is_dir() and not (is_run(path) or is_sweep(path)):
                 found += find_runs(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}")
@@ -218,8 +230,13 @@ def find_sweep(name: str, folder: Path) -> Path | None:
 
 def runs_of_sweep(path: Path) -> list[StoredRun]:
     """Return the runs of a sweep's tasks, by index."""
-    tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
-    return [_run(task, str(task)) for task in sorted(tasks, key=lambda task: int(task.name))]
+    tasks = [task for task in path.iterdir() if task.name.isdecimal()]
+    tasks.sort(key=lambda task: (len(task.name), task.name))  # by number, of any length
+    return [run for found in of_each(tasks, _task_at) for run in found]
+
+
+def _task_at(path: Path) -> list[StoredRun]:
+    return [_run(path, str(path))] if is_run(path) else []
 
 
 def is_sweep(path: Path) -> bool:
@@ -234,14 +251,25 @@ def is_run(path: Path) -> bool:
 
 def current_job(run: StoredRun) -> JobRef:
     """Return the job that carries `run`: a successor does once the job before it has ended."""
-    attempts = run.path / "attempts"
     job, *after = jobs_of(run)
+    begun, ended = (_jobs_with(run.path, name) for name in ("begin.json", "end.json"))
     for successor in after:
-        begun = any(attempts.glob(f"{successor.id}.*/begin.json"))
-        if not begun and not any(attempts.glob(f"{job.id}.*/end.json")):
+        if successor.id not in begun and job.id not in ended:
             break
         job = successor
     return job
+
+
+def _in_attempts(run_dir: Path, name: str) -> Iterator[Path]:
+    """Yield the paths of a file of all attempts, which may not be there."""
+    listed = of_each([run_dir / "attempts"], lambda folder: sorted(folder.iterdir()))
+    return (folder / name for folders in listed for folder in folders)
+
+
+def _jobs_with(run_dir: Path, name: str) -> set[str]:
+    """Return the jobs with an attempt that has this file."""
+    there = of_each(_in_attempts(run_dir, name), lambda path: path.stat() and path.parent.name)
+    return {attempt.partition(".")[0] for attempt in there}
 
 
 def jobs_of(run: StoredRun) -> list[JobRef]:
@@ -259,13 +287,11 @@ def jobs_of(run: StoredRun) -> list[JobRef]:
 
 def _chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
-    for path in (run_dir / "attempts").glob("*/next"):
-        try:
+    for path in _in_attempts(run_dir, "next"):
+        with contextlib.suppress(OSError, ValueError):  # being written
             text = read_regular(path, 64).decode("ascii").strip()
-        except (OSError, ValueError):
-            continue  # being written
-        if text.isdigit():
-            following[path.parent.name.partition(".")[0]] = text
+            if text.isdigit():
+                following[path.parent.name.partition(".")[0]] = text
     found = [job_id]
     while (after := following.get(found[-1])) is not None and after not in found:
         found.append(after)
@@ -277,22 +303,36 @@ def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
 
     `known`, which `submit` has noted, and its successors were not.
     """
-    newest, begun = 0.0, Path()
-    for path in (run_dir / "attempts").glob("*/begin.json"):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            written = path.stat().st_mtime
-            newest, begun = max((newest, begun), (written, path))
-    raw = read_json(begun)
-    job, target, t_unix = raw.get("job"), raw.get("platform"), raw.get("t_unix")
-    if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
+    paths = of_each(_in_attempts(run_dir, "begin.json"), _with_time)
+    begun = of_each((path for _, path in sorted(paths, reverse=True)), _begun)
+    newest = next(iter(begun), None)
+    if newest is None or newest.job is None:
         return None
     if known is not None:
         ours = {known.job.id, *_chain_after(run_dir, known.job.id)}
-        if job in ours or t_unix < (known.job.submit_time or 0.0):
+        if newest.job in ours or newest.t_unix < (known.job.submit_time or 0.0):
             return None
     own = (run_dir / AGENTS_SCRIPT).is_file()
-    ref = JobRef(id=JobId(job), run_dir=str(run_dir), own_script=own)
-    return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
+    ref = JobRef(id=JobId(newest.job), run_dir=str(run_dir), own_script=own)
+    return Submission(target=newest.platform, job=ref, run_id=run_dir.name, launcher_version="")
+
+
+def _with_time(path: Path) -> tuple[float, Path]:
+    return path.stat().st_mtime, path
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What the beginning of an attempt says of its job; pods have none."""
+
+    t_unix: Unix
+    job: str | None = None
+    platform: str = ""
+
+
+def _begun(path: Path) -> _Begun:
+    raw = parse_json(read_regular(path))
+    return build(_Begun, {key: raw[key] for key in _Begun.__slots__ if key in raw})
 
 
 def _run(path: Path, shown: str) -> StoredRun:

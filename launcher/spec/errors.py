@@ -13,12 +13,15 @@ Whether to retry is a type, never a flag or a text. Our own invariants are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from launcher.spec.codes import CODES, WARNINGS
+
+_LOG: Final = logging.getLogger("holdfast")
 
 Offer = Mapping[str, Any]
 """One way out of a problem: key of the job file -> value, all to be put in together."""
@@ -176,6 +179,26 @@ class TemporaryError(PlatformError):
 
 class PermanentError(PlatformError):
     """The same call will fail again: do not retry."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, without code and numbers."""
+    if isinstance(error, UserError):
+        return error.message
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+@contextmanager
+def advice(loss: str, say: Callable[[str], object] = _LOG.warning) -> Iterator[None]:
+    """Do without what fails here, and say what is lost by that.
+
+    For what others have written (the ledger, records, notes) before a job is submitted, requeued,
+    saved or restored: advice stops none of these, whatever it holds.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  see above
+        say(f"{loss}: {reason_of(error)}")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -31,6 +30,8 @@ MAX_BYTES: Final = 1 << 20
 MAX_NODES: Final = 20_000
 """Values after aliases are followed: a short text must not unfold into gigabytes."""
 MAX_DEPTH: Final = 50
+MOST_PROBLEMS: Final = 200
+"""What is told of one document: nobody reads more, and each costs time."""
 _TAG: Final = "tag:yaml.org,2002:"
 _TOO_DEEP: Final = "nested too deeply to be a job"
 _MANIFEST: Final = "this is a manifest of Kubernetes, not a job file; a run's is job.yaml"
@@ -132,7 +133,7 @@ def read_source(text: str, file: str, sets: Sequence[str] = ()) -> SpecSource:
         message = f"{len(text):,} characters: a job file has at most {MAX_BYTES:,}"
         raise UserError("HF002", message, where=Where(file))
     source = SpecSource(file, {})
-    if not (events := _events(text, file)):
+    if not (events := _only(_documents(text, file, most=1))):
         needs = "name, model, cluster, train and data (see examples/tiny-cpu.yaml)"
         message = f"the file is empty; a job needs at least {needs}"
         raise UserError("HF004", message, where=Where(file))
@@ -155,41 +156,44 @@ def read_documents(text: str, file: str) -> list[SpecSource]:
         UserError: HF003 or HF007: no value could be read. Smaller problems are left in
             `SpecSource.problems`.
     """
-    found = []
-    # Nothing else in YAML begins so, not even a line of a text.
-    starts = [0, *(match.start() for match in re.finditer(r"^---(?=\s|\Z)", text, re.MULTILINE))]
-    for start, end in pairwise([*starts, len(text)]):
+    found, num_events, num_nodes = [], 0, 0
+    for events in _documents(text, file):
         source = SpecSource(file, {})
-        # Blanks before it keep its places.
-        if events := _events(re.sub(r"[^\n]", " ", text[:start]) + text[start:end], file):
-            data = _Builder(source, events).build(())
-            if isinstance(data, dict):
-                source.data = data
-                found.append(source)
+        builder = _Builder(source, events)
+        data = builder.build(())
+        num_events, num_nodes = num_events + len(events), num_nodes + builder.num_nodes
+        if num_nodes > MAX_NODES + num_events:
+            raise builder.endless(events[0], ())
+        if isinstance(data, dict):
+            source.data = data
+            found.append(source)
     return found
 
 
-def _events(text: str, file: str) -> list[Any]:
-    """Return the events of the only document's values, none where there is no document.
+def _only(documents: list[list[Any]]) -> list[Any]:
+    return documents[0] if documents else []
+
+
+def _documents(text: str, file: str, most: int | None = None) -> list[list[Any]]:
+    """Return the events of the values of each document; of at most `most` documents.
 
     Raises:
         UserError: HF003, HF007 or HF015.
     """
-    found: list[Any] = []
+    found: list[list[Any]] = []
     depth = 0
     try:
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            if isinstance(event, yaml.DocumentStartEvent) and found:
-                message = "a second document starts here; a job file has one: drop the `---`"
-                if re.search(r"^apiVersion:", text, re.MULTILINE):
-                    message = _MANIFEST
-                raise UserError("HF007", message, where=Where(file, event.start_mark.line + 1))
+            if isinstance(event, yaml.DocumentStartEvent):
+                if len(found) == most:
+                    raise _second(event, text, file)
+                found.append([])
             if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
-                found.append(event)
+                found[-1].append(event)
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise UserError("HF003", _TOO_DEEP, where=Where(file))
+                raise _too_deep(event, file)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
@@ -206,6 +210,17 @@ def _events(text: str, file: str) -> list[Any]:
     except (YAMLError, ValueError) as error:
         raise UserError("HF003", f"not YAML: {error}", where=Where(file)) from error
     return found
+
+
+def _second(event: Any, text: str, file: str) -> UserError:
+    message = "a second document starts here; a job file has one: drop the `---`"
+    if re.search(r"^apiVersion:", text, re.MULTILINE):
+        message = _MANIFEST
+    return UserError("HF007", message, where=Where(file, event.start_mark.line + 1))
+
+
+def _too_deep(event: Any, file: str) -> UserError:
+    return UserError("HF003", _TOO_DEEP, where=Where(file, event.start_mark.line + 1))
 
 
 def _syntax(problem: str, text: str, line: int | None) -> str:
@@ -243,7 +258,9 @@ class _Builder:
         self.num_nodes += 1
         self.num_chars += len(event.value) if isinstance(event, yaml.ScalarEvent) else 0
         if self.num_nodes > MAX_NODES or self.num_chars > MAX_BYTES:
-            raise self._endless(event, path)
+            raise self.endless(event, path)
+        if len(path) > MAX_DEPTH:  # aliases have values of their own
+            raise _too_deep(event, self.source.file)
         if isinstance(event, yaml.AliasEvent):
             self._note(path, event, event.end_mark.index, "scalar")
             return self._alias(event, path)
@@ -275,13 +292,14 @@ class _Builder:
             message = f"not YAML: the alias {_shown(f'*{event.anchor}', path)} stands for nothing"
             raise UserError("HF003", message, where=Where(self.source.file, line))
         if index in self.open:
-            raise self._endless(event, path)
+            raise self.endless(event, path)
         here, self.next = self.next, index
         value = self.build(path)
         self.next = here
         return value
 
-    def _endless(self, event: Any, path: Path) -> UserError:
+    def endless(self, event: Any, path: Path) -> UserError:
+        """Return the error of a text that unfolds into too much."""
         return UserError(
             "HF007",
             "aliases that contain themselves, or unfold without end; write the values out",
@@ -363,8 +381,9 @@ class _Builder:
             self._problem("HF007", message, path, event.start_mark.line + 1)
 
     def _problem(self, code: str, message: str, path: Path, line: int) -> None:
-        where = Where(self.source.file, line, dotted(path))
-        self.source.problems.append(Problem(code, where, message))
+        if len(self.source.problems) < MOST_PROBLEMS:
+            where = Where(self.source.file, line, dotted(path))
+            self.source.problems.append(Problem(code, where, message))
 
 
 def _shown(text: str, path: Path) -> str:
@@ -396,7 +415,7 @@ def parse_value(text: str, file: str) -> Any:
         UserError: not YAML, or YAML that job files do not have.
     """
     inner = SpecSource(file, {})
-    events = _events(text, file)
+    events = _only(_documents(text, file, most=1))
     value = _Builder(inner, events).build(()) if events else None
     if inner.problems:
         raise UserError.many(inner.problems)

@@ -186,17 +186,14 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     Raises:
         UserError: HF613 it is not a bundle of ours, or has been changed beyond reading.
     """
-    import yaml
+    from launcher.spec.source import parse_value, read_documents
 
-    from launcher.spec.source import parse_value
-
-    text = files.get(MANIFESTS, "")
     try:
-        documents = tuple(one for one in yaml.safe_load_all(text) if one is not None)
+        documents = tuple(one.data for one in read_documents(files.get(MANIFESTS, ""), MANIFESTS))
         spec = parse_value(files.get(JOB_FILE, ""), JOB_FILE)
-    except (yaml.YAMLError, UserError) as error:
+    except UserError as error:
         raise UserError("HF613", f"{MANIFESTS} cannot be read: {error}") from error
-    kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
+    kinds = [one.get("kind") for one in documents]
     if not kinds or kinds[-1] not in KINDS.values() or not RENDERED.issuperset(kinds):
         raise UserError(
             "HF613",

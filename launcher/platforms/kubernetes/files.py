@@ -6,18 +6,19 @@ RUN/.fetched.json has what was brought already: each file's inode there and the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
 import os
 import shutil
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
-from elastic_trainer.storage.files import beside, read_json, write_json
+from elastic_trainer.storage.files import beside, read_json, skipped, write_json
 from launcher.platforms.kubernetes.documents import moved
 from launcher.platforms.retries import polled
 from launcher.record.run_files import END, FETCHED, GROWING, INODE, MTIME, OFFSET, safe_parts
@@ -29,6 +30,36 @@ MOST_LOG_BYTES: Final = 8 << 20
 """Size of a log's end, which is all that is brought at first: logs can have gigabytes."""
 _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 """Folders that nodes alone write; events are the launcher's too."""
+
+
+_MOST: Final = 1 << 63
+_BY_NAME: Final = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
+"""Errors of a file whose name no other file's can stand beside; other files have none."""
+
+
+class _Part(NamedTuple):
+    """What a member of the answer is: the end of a file."""
+
+    parts: Sequence[str]
+    inode: int
+    offset: int
+    mtime_ns: int
+
+    @classmethod
+    def of_member(cls, member: tarfile.TarInfo) -> _Part:
+        """Read it.
+
+        Raises:
+            ValueError, KeyError: it is no plain file of the pods' folders, or none can have such a
+                name or such numbers.
+        """
+        if not member.isreg():
+            raise ValueError("not a plain file")
+        member.name.encode()
+        inode, offset, mtime_ns = (int(member.pax_headers[key]) for key in (INODE, OFFSET, MTIME))
+        if not (0 <= inode < 1 << 64 and 0 <= offset < _MOST and -_MOST < mtime_ns < _MOST):
+            raise ValueError(f"inode, offset and time are {inode}, {offset} and {mtime_ns}")
+        return cls(safe_parts(member.name, FETCHED), inode, offset, mtime_ns)
 
 
 @dataclass(slots=True)
@@ -72,11 +103,12 @@ class Fetched:
     def apply(self, answer: IO[bytes]) -> int:
         """Write the answer of `get` into the run directory; return how many files changed.
 
-        Only plain files below the pods' folders are written. Bytes written before an interruption
-        are written again, not twice: files are cut to the noted size.
+        Only plain files below the pods' folders are written; members that say something else are
+        skipped. Bytes written before an interruption are written again, not twice: files are cut to
+        the noted size.
 
         Raises:
-            PermanentError: the answer leads elsewhere, or is cut off.
+            PermanentError: the answer is no tar, or is cut off.
             OSError: the run directory cannot be written.
         """
         count = 0
@@ -85,23 +117,35 @@ class Fetched:
                 for member in tar:
                     if member.name == END:
                         return count
-                    self._write(tar, member)
-                    count += 1
-        except (tarfile.TarError, ValueError, KeyError) as error:
+                    count += self._took(tar, member)
+        except (tarfile.TarError, ValueError) as error:
             raise PermanentError(f"what the pod sent cannot be used: {error}") from error
         finally:
             self.save()
         raise PermanentError("what the pod sent is cut off")
 
-    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        parts = safe_parts(member.name, FETCHED)
-        source = tar.extractfile(member) if member.isreg() else None
-        if source is None:
-            raise ValueError(f"{member.name!r} is not a plain file")
-        name, path = "/".join(parts), self.run_dir.joinpath(*parts)
-        inode, start, mtime_ns = (int(member.pax_headers[key]) for key in (INODE, OFFSET, MTIME))
+    def _took(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
+        """Write a member's part of a file; return whether it is one."""
+        try:
+            self._write(tar, member, _Part.of_member(member))
+        except (ValueError, KeyError) as error:
+            why = str(error)
+        except OSError as error:
+            if error.errno not in _BY_NAME:
+                raise
+            why = str(error.strerror)
+        else:
+            return True
+        skipped(f"{self.run_dir}: of what the pod sent, {member.name!r}", why)
+        return False
+
+    def _write(self, tar: tarfile.TarFile, member: tarfile.TarInfo, part: _Part) -> None:
+        source = tar.extractfile(member)
+        assert source is not None, "only plain files are taken"
+        name, path = "/".join(part.parts), self.run_dir.joinpath(*part.parts)
+        inode, start, mtime_ns = part.inode, part.offset, part.mtime_ns
         path.parent.mkdir(parents=True, exist_ok=True)
-        before, grows = self.files.get(name), parts[0] in GROWING
+        before, grows = self.files.get(name), part.parts[0] in GROWING
         continues = before is not None and (before["inode"], before["offset"]) == (inode, start)
         if before is not None and grows and continues and path.is_file():
             with path.open("r+b") as out:

@@ -27,7 +27,7 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.state.storage import CheckpointStorage
-from elastic_trainer.storage.files import beside, read_regular, write_new
+from elastic_trainer.storage.files import beside, of_each, read_regular, write_new
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
@@ -145,14 +145,11 @@ class RunCheckpoints:
             parsed, path = parse_directory(name), self.storage.root / name
             if parsed is None or name in counted:
                 continue
-            try:
-                sizes = [file.stat().st_size for file in path.iterdir()]
-                complete = (path / MANIFEST_NAME).is_file()
-            except FileNotFoundError:
-                continue  # removed since it was listed: the run is alive
-            kind = ("milestone" if name in milestones else "left over") if complete else None
-            row = {"step": parsed[0], "epoch": parsed[1], "dir": name}
-            found.append({**row, "kind": kind or "unfinished", "size_bytes": sum(sizes)})
+            # It may be removed since it was listed: the run is alive.
+            for size_bytes, complete in of_each([path], _size_of):
+                kind = ("milestone" if name in milestones else "left over") if complete else None
+                row = {"step": parsed[0], "epoch": parsed[1], "dir": name}
+                found.append({**row, "kind": kind or "unfinished", "size_bytes": size_bytes})
         return found
 
     def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -210,7 +207,8 @@ class RunCheckpoints:
     def _directories(self) -> list[str]:
         root = self.storage.root
         try:
-            return sorted(path.name for path in root.iterdir() if path.is_dir())
+            folders = of_each(root.iterdir(), lambda path: path.name if path.is_dir() else "")
+            return sorted(filter(None, folders))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -249,6 +247,12 @@ class RunCheckpoints:
             "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
             "saved_unix": round(saved_unix),
         }
+
+
+def _size_of(directory: Path) -> tuple[int, bool]:
+    """Return the bytes in a checkpoint's directory, and whether it has a manifest."""
+    sizes = [file.lstat().st_size for file in directory.iterdir()]
+    return sum(sizes), (directory / MANIFEST_NAME).is_file()
 
 
 def refuse_foreign(config: TrainConfig) -> None:

@@ -21,7 +21,7 @@ from launcher.record.files import RunRecord, events_named
 from launcher.record.summary import summarise
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import StoredRun, submit_times
-from launcher.spec.errors import UserError
+from launcher.spec.errors import UserError, reason_of
 
 Curve = Sequence[tuple[int, float]]
 """(step, loss), in step order."""
@@ -170,8 +170,8 @@ def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
                 gpus_per_node=run_dirs.load(run.path).gpus_per_node,
                 submitted=submit_times(run.path),
             )
-        except UserError as error:
-            problems.append(f"{run.shown}: {error.message}")
+        except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others count
+            problems.append(f"{run.shown}: {reason_of(error)}")
             continue
         found.append(RunCost(run=run.path.name, user=owner_of(run), months=months))
     return found, problems

@@ -22,7 +22,7 @@ from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.reports.data import owner_of
 from launcher.runs.runs import StoredRun, find_users_runs
-from launcher.spec.errors import HoldfastError, UserError
+from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -91,7 +91,7 @@ class RunsCollector:
                 if run.path not in followed:
                     followed[run.path] = _Followed(run)
                 followed[run.path].poll(now)
-            except (HoldfastError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others show
                 problems.append(f"{run.path}: {error}")
         there = {run.path for run in found}
         with self._lock:

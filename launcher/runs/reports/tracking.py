@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Token
+from elastic_trainer.storage.typed import Unix, build, parse_json
 from launcher.platforms.installed import need
 from launcher.record.files import RunRecord
 from launcher.record.tracked import Point, TrackedSteps
@@ -169,8 +170,8 @@ class _WandB:
 class Progress:
     """What the board says of one run."""
 
-    writer: str
-    t_unix: float
+    writer: str = ""
+    t_unix: Unix = 0.0
     """Last sign of the writer."""
     steps: dict[str, int] = field(default_factory=dict)
     """Tracker -> newest step written."""
@@ -202,7 +203,7 @@ class TrackedRun:
         settle_s: float = SETTLE_S,
         opened: Callable[[str, Path, str, int], Tracker] = open_tracker,
     ) -> None:
-        self._run_dir, self._run_id, self._names = run_dir, run_id, tuple(trackers)
+        self.run_dir, self._run_id, self._names = run_dir, run_id, tuple(trackers)
         self._writer, self._wall, self._say, self._settle_s = writer, wall, say, settle_s
         self._opened = opened
         self._board = FileBoard(run_dir / FOLDER, repair=lambda state, _: state or b"{}")
@@ -219,11 +220,12 @@ class TrackedRun:
 
         Raises:
             UserError: HF613 the record cannot be read; HF632 a tracker's package is not here.
+            ValueError: the run's board for trackers says something else.
         """
         try:
             self._poll(at_once=at_once)
         except OSError as error:
-            self._tell(f"{self._run_dir}: {error.strerror or error}; it is tried again")
+            self._tell(f"{self.run_dir}: {error.strerror or error}; it is tried again")
 
     def _poll(self, *, at_once: bool) -> None:
         for event in self._record.poll():
@@ -259,18 +261,19 @@ class TrackedRun:
             self._board.set_state(replace(progress, writer="", t_unix=0.0).encode(), token)
 
     def _claim(self) -> tuple[Progress, Token] | None:
-        """Become the writer; return what was written so far. None: another process is it."""
+        """Become the writer; return what was written so far. None: another process is it.
+
+        Raises:
+            ValueError: the board says something else.
+        """
         found = self._board.get_state()
         content, token = (b"{}", None) if found is None else found
-        raw: dict[str, Any] = json.loads(content)
-        other, seen = str(raw.get("writer", "")), float(raw.get("t_unix", 0.0))
-        if other not in ("", self._writer) and self._wall() - seen < LEASE_S:
-            self._tell(f"{self._run_dir}: {other} writes it")
-            self._forget(raw.get("steps", {}))
+        known, now = build(Progress, parse_json(content)), self._wall()
+        if known.writer not in ("", self._writer) and now - known.t_unix < LEASE_S:
+            self._tell(f"{self.run_dir}: {known.writer} writes it")
+            self._forget(known.steps)
             return None
-        progress = Progress(
-            writer=self._writer, t_unix=self._wall(), steps=dict(raw.get("steps", {}))
-        )
+        progress = replace(known, writer=self._writer, t_unix=now)
         swapped = self._board.set_state(progress.encode(), token)
         if swapped is None or not swapped[2]:
             return None
@@ -285,7 +288,7 @@ class TrackedRun:
         try:
             tracker = self._trackers.get(name)
             if tracker is None:
-                tracker = self._opened(name, self._run_dir, self._run_id, done)
+                tracker = self._opened(name, self.run_dir, self._run_id, done)
                 self._trackers[name] = tracker
             done = max(done, tracker.step)
             points = [point for point in self._points if point.step > done]
@@ -296,7 +299,7 @@ class TrackedRun:
             raise
         except Exception as error:  # noqa: BLE001  a tracker's library may raise anything
             self._tell(
-                f"{self._run_dir}: {name}: {type(error).__name__}: {error}; it is tried again"
+                f"{self.run_dir}: {name}: {type(error).__name__}: {error}; it is tried again"
             )
             self._trackers.pop(name, None)
         return done

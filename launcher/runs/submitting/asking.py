@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from launcher.fleet.rules import Standing, kept_off, standings
 from launcher.platforms.base import Backend, Machines
 from launcher.record.failures import ExcludedMachine
 from launcher.render.local import Bundle, resolve
-from launcher.spec.errors import NOWHERE, PlatformError, Problem, UserError
+from launcher.spec.errors import NOWHERE, Problem, UserError, advice
 from launcher.spec.spec import JobSpec
 
 
@@ -88,12 +89,10 @@ def ask_with_ledger(
     chosen: list[Standing] = []
     warnings: list[Problem] = []
     if ledger is not None and isinstance(backend, Machines):
-        try:
+        with _warned(warnings, "the fleet's ledger is not used"):
             held = _kept_off(backend, files, ledger, needed=needed, now_unix=wall())
             chosen = [each for each in held if each.machine not in known]
             warnings += [_warning("HF189", said) for said in ledger.trouble]
-        except (UserError, PlatformError) as error:
-            warnings.append(_warning("HF189", f"the fleet's ledger is not used: {error}"))
 
     def answer(standings: Sequence[Standing]) -> Admission:
         more = [
@@ -120,11 +119,10 @@ def ask_with_ledger(
 
 def prepare_ledger(ledger: NodeLedger) -> tuple[Problem, ...]:
     """Make the ledger's ConfigMap if it is missing; return why runs cannot write the ledger."""
-    try:
+    warnings: list[Problem] = []
+    with _warned(warnings, "runs cannot write the fleet's ledger"):
         ledger.prepare()
-    except (UserError, PlatformError) as error:
-        return (_warning("HF189", f"runs cannot write the fleet's ledger: {error}"),)
-    return ()
+    return tuple(warnings)
 
 
 def _kept_off(
@@ -134,6 +132,10 @@ def _kept_off(
     if not any(each.is_out for each in held.values()):
         return []  # the platform need not say which machines it has
     return kept_off(held, [machine.name for machine in backend.machines(files)], needed)
+
+
+def _warned(warnings: list[Problem], loss: str) -> AbstractContextManager[None]:
+    return advice(loss, lambda text: warnings.append(_warning("HF189", text)))
 
 
 def _warning(code: str, message: str) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import time
@@ -46,7 +45,7 @@ from launcher.runs.submitting.environment import (
 )
 from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
 from launcher.runs.submitting.freeze import upgrade as freeze_again
-from launcher.spec.errors import PlatformError, Problem, UserError, writing
+from launcher.spec.errors import Problem, UserError, advice, writing
 from launcher.spec.reading import load_spec
 
 _LIVE = (JobState.PENDING, JobState.RUNNING)
@@ -177,7 +176,7 @@ def _answer(
     if isinstance(backend, Machines):
         ledger = node_ledger_at(place_for(runs[0].path), lambda: backend.register_server(files))
         for run in runs:
-            with contextlib.suppress(UserError, PlatformError):  # the answer says what is wrong
+            with advice(f"the fleet's ledger may miss what {run.shown} has found"):
                 ledger.harvest(run.path)
     return ask_with_ledger(
         backend,
@@ -197,8 +196,9 @@ def _excluded(runs: Iterable[StoredRun]) -> tuple[ExcludedMachine, ...]:
         if target_named(submission.target).exclude is None:
             continue
         since = submission.job.submit_time or 0.0
-        events = events_named(run.path, EXCLUSIONS, since_unix=since)
-        found |= {each.host: each for each in excluded_machines(events, since_unix=since)}
+        with advice(f"machines that {run.shown} has excluded may be used"):
+            events = events_named(run.path, EXCLUSIONS, since_unix=since)
+            found |= {each.host: each for each in excluded_machines(events, since_unix=since)}
     return tuple(found[host] for host in sorted(found))
 
 

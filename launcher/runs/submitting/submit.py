@@ -37,7 +37,7 @@ from launcher.runs.submitting.freeze import (
     survey,
     use_code,
 )
-from launcher.spec.errors import Problem, UserError
+from launcher.spec.errors import Problem, UserError, advice
 from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
@@ -203,6 +203,18 @@ def submit(
     return Submitted(job=job, runs=runs, warnings=warnings)
 
 
+def _fetch_runs_beside(prepared: PreparedSubmission, backend: Backend) -> None:
+    ours = target_named(prepared.target).backend
+    jobs = [
+        current_job(run)
+        for run in find_runs(prepared.run_dir.parent)
+        if run.submission is not None and target_named(run.submission.target).backend == ours
+    ]
+    for job, status in backend.status(jobs).items():
+        if status.state is JobState.RUNNING:
+            fetched(backend, job)
+
+
 def _ledger(prepared: PreparedSubmission, backend: Backend) -> NodeLedger | None:
     """Return the fleet's ledger, as job.json says, with what runs beside this one have found."""
     if not isinstance(backend, Machines):
@@ -212,15 +224,8 @@ def _ledger(prepared: PreparedSubmission, backend: Backend) -> NodeLedger | None
     place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
     if place.startswith(KUBERNETES):
         # Pods without a token cannot write it. A record that does not come stops no submission.
-        ours = target_named(prepared.target).backend
-        jobs = [
-            current_job(run)
-            for run in find_runs(prepared.run_dir.parent)
-            if run.submission is not None and target_named(run.submission.target).backend == ours
-        ]
-        for job, status in backend.status(jobs).items():
-            if status.state is JobState.RUNNING:
-                fetched(backend, job)
+        with advice("the fleet's ledger may miss what runs beside this one have found"):
+            _fetch_runs_beside(prepared, backend)
     return node_ledger_at(place, lambda: backend.register_server(prepared.files))
 
 

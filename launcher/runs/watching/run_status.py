@@ -28,7 +28,7 @@ from launcher.runs.watching.findings import (
     times,
     when,
 )
-from launcher.spec.errors import HoldfastError, UserError
+from launcher.spec.errors import reason_of
 
 Backends = Mapping[str, Backend]
 """Target -> its backend: made once for a command, passed on for tests."""
@@ -128,8 +128,8 @@ def _ask(
         if target not in backends:
             backends[target] = target_named(target).load_backend()
         return backends[target].status(jobs)
-    except HoldfastError as error:
-        said = error.message if isinstance(error, UserError) else str(error)
+    except Exception as error:  # noqa: BLE001  other platforms' runs must show
+        said = reason_of(error)
     unknown = JobStatus(state=JobState.UNKNOWN, reason=said, words="nothing is known of it here")
     return dict.fromkeys(jobs, unknown)
 
@@ -151,8 +151,8 @@ def run_status(
     training: TrainingStatus | None = None
     try:
         training, problem = run_dirs.read_training(run.path), run.problem or trouble
-    except UserError as error:
-        problem = run.problem or error.message
+    except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others must show
+        problem = run.problem or reason_of(error)
     if platform.reason == NEVER_STARTED and training is not None:
         platform = _by_the_record(training, platform)
     disks: tuple[DiskSpace, ...] = ()

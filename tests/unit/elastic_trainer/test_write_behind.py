@@ -47,7 +47,7 @@ def test_a_file_that_was_removed_is_made_again(tmp_path):
 
 
 def test_frozen_storage_holds_a_caller_up_once_and_the_lines_come_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_behind, "STALL_S", 0.3)
+    monkeypatch.setattr(write_behind, "STALL_S", 0.25)  # of 0.3 s at least
     told = []
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -126,3 +126,48 @@ def test_a_fork_writes_with_a_thread_of_its_own(tmp_path):
     assert status == 0
     assert (tmp_path / "a").read_text() == "parent\nchild\n"
     file.close()
+
+
+def test_after_a_torn_line_the_next_is_whole(tmp_path, monkeypatch):
+    """A full disk takes the beginning of a line, and later all again."""
+    wrote, room = os.write, [30]
+
+    def full(fd, data):
+        taken = bytes(data)[: room[0]]
+        room[0] -= len(taken)
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return wrote(fd, taken)
+
+    monkeypatch.setattr(write_behind.os, "write", full)
+    log = EventLog(tmp_path, "a")
+    for step in range(3):
+        log.emit("step.completed", step=step)
+    assert log.failed == 3
+    room[0] = 1 << 20
+    for step in (3, 4):
+        log.emit("step.completed", step=step)
+    log.close()
+    assert log.failed == 3
+    read = map(Event.decode, (tmp_path / "events" / "a.jsonl").read_text().splitlines())
+    assert [event.step for event in read if event] == [3, 4]
+
+
+def test_what_must_be_kept_goes_on_where_it_was_torn(tmp_path, monkeypatch):
+    wrote, room = os.write, [4]
+
+    def full(fd, data):
+        taken = bytes(data)[: room[0]]
+        room[0] -= len(taken)
+        if not taken:
+            room[0] = 1 << 20
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return wrote(fd, taken)
+
+    monkeypatch.setattr(write_behind, "RETRY_S", 0.01)
+    monkeypatch.setattr(write_behind.os, "write", full)
+    file = WriteBehind(tmp_path / "a", must_keep=True)
+    file.put(b"abcdefgh\n")
+    file.put(b"next\n")
+    assert file.close(10)
+    assert (tmp_path / "a").read_bytes() == b"abcdefgh\nnext\n"

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import hostile_items
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from launcher.platforms.kubernetes import files as mine
 from launcher.platforms.kubernetes.documents import moved
 from launcher.platforms.kubernetes.files import Fetched, one_at_a_time, upload
 from launcher.platforms.kubernetes.storage import new_lines
-from launcher.record.run_files import END, safe_parts
+from launcher.record.run_files import END, INODE, MTIME, OFFSET, safe_parts
 from launcher.spec.errors import PermanentError
 
 
@@ -218,12 +219,13 @@ def test_links_and_pipes_in_the_run_are_not_followed(here, there, tmp_path):
 def hostile(*members):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, kind, link in members:
+        for name, kind, link, *headers in members:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname, member.size = kind, link, 0
+            content = b"text\n" if kind == tarfile.REGTYPE else b""
+            member.type, member.linkname, member.size = kind, link, len(content)
             member.pax_headers = {"HOLDFAST.offset": "0", "HOLDFAST.inode": "1"}
-            member.pax_headers["HOLDFAST.mtime"] = "1"
-            tar.addfile(member, io.BytesIO())
+            member.pax_headers |= {"HOLDFAST.mtime": "1", **dict(headers)}
+            tar.addfile(member, io.BytesIO(content))
         tar.addfile(tarfile.TarInfo(END))
     out.seek(0)
     return out
@@ -244,9 +246,48 @@ def hostile(*members):
 )
 def test_what_a_pod_sends_stays_in_the_folders_that_are_its(here, member):
     before = sorted(here.parent.rglob("*"))
-    with pytest.raises(PermanentError, match="cannot be used"):
-        Fetched.load(here).apply(hostile(member))
+    assert Fetched.load(here).apply(hostile(member)) == 0
     assert [path for path in sorted(here.parent.rglob("*")) if path.name != mine.STATE] == before
+
+
+NUMBERS = (str(10**30), str(-(10**30)), "9" * 5000, "1e308", "nan", "", "\u0661\ud7ff", "-1e9", "x")
+BAD = [
+    *(
+        ("logs/b", tarfile.REGTYPE, "", (key, value))
+        for key in (INODE, OFFSET, MTIME)
+        for value in NUMBERS
+    ),
+    ("../b", tarfile.REGTYPE, ""),
+    ("logs/b", tarfile.FIFOTYPE, ""),
+    ("logs/b", tarfile.DIRTYPE, ""),
+    ("logs/" + "x" * 300, tarfile.REGTYPE, ""),
+    ("logs/a/b", tarfile.REGTYPE, ""),  # below a file
+    ("logs/folder", tarfile.REGTYPE, ""),  # there is a folder here
+    ("logs/\udcff", tarfile.REGTYPE, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_bad_member_hides_no_other(here, bad):
+    (here / "logs" / "folder" / "x").mkdir(parents=True)
+    good = [("logs/a", tarfile.REGTYPE, ""), ("logs/z", tarfile.REGTYPE, "")]
+    fetched = Fetched.load(here)
+    assert fetched.apply(hostile(good[0], bad, good[1])) == 2
+    assert [(here / name).read_text() for name, *_ in good] == ["text\n", "text\n"]
+    assert Fetched.load(here).files == fetched.files
+    assert fetched.files.keys() == {"logs/a", "logs/z"}
+
+
+def test_what_a_pod_cannot_open_hides_no_other_file(here, there, capsys):
+    for kind, make in hostile_items.KINDS.items():
+        (there / "logs" / kind).mkdir(parents=True)
+        write(there / "logs" / kind / "a.log", "a\n")
+        write(there / "logs" / kind / "c.log", "c\n")
+        if kind not in ("1 GB", "no rights"):
+            make(there / "logs" / kind / "b.log")
+    fetch(here, there)
+    for kind in hostile_items.KINDS:
+        assert (here / "logs" / kind / "c.log").read_text() == "c\n", kind
 
 
 def test_what_the_launcher_sends_stays_in_the_run(there):

@@ -134,3 +134,15 @@ def test_deep_lines_are_passed_over(tmp_path):
     record, path, line = of_one_file(tmp_path)
     path.write_text("[" * 200_000 + "\n" + line)
     assert len(record.poll()) == 1
+
+
+def test_the_launcher_goes_on_after_a_torn_line(tmp_path):
+    log = LauncherLog(tmp_path, "a")
+    log.emit("run.started", nodes=1)
+    path = tmp_path / "events" / "a.jsonl"
+    with path.open("a") as file:
+        file.write('{"v":1,"t_un')
+    log.emit("run.ended", code=0)
+    log.emit("run.started", nodes=1)
+    names = [each.event for each in RunRecord(tmp_path).poll()]
+    assert names == ["run.started", "run.ended", "run.started"]

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.spec.errors import UserError
-from launcher.spec.source import describe, read_source, write_sets
+from launcher.spec.source import (
+    MAX_DEPTH,
+    MOST_PROBLEMS,
+    describe,
+    parse_value,
+    read_documents,
+    read_source,
+    write_sets,
+)
 
 
 def refusal(text, sets=()):
@@ -86,6 +94,53 @@ def test_aliases_do_not_unfold_without_end():
     long = "x" * 20_000
     assert "HF007" in refusal(f"a: &a {long}\nb: [{'*a, ' * 100}]\n")
     assert "HF007" in refusal(f"a: &a {{? {long} : 1}}\nb: [{'*a, ' * 100}]\n")
+
+
+@given(
+    flow=st.integers(1, 40), aliases=st.integers(1, 80), form=st.sampled_from(["[{}]", "{{k: {}}}"])
+)
+def test_what_is_nested_by_aliases_is_nested(flow, aliases, form):
+    """However the depth comes about: by brackets, and by aliases of what has some."""
+    text = "a0: &a0 [1]\n"
+    for i in range(1, aliases + 1):
+        nested = f"*a{i - 1}"
+        for _ in range(flow):
+            nested = form.format(nested)
+        text += f"a{i}: &a{i} {nested}\n"
+    for read in (read_source, read_documents, parse_value):
+        if flow * aliases + 2 <= MAX_DEPTH:
+            read(text, "job.yaml")
+            continue
+        with pytest.raises(UserError) as caught:
+            read(text, "job.yaml")
+        (problem,) = caught.value.problems
+        assert problem.code == "HF003"
+        assert problem.where.line is not None
+
+
+def test_many_documents_are_parsed_once(monkeypatch):
+    parsed = []
+    parse = yaml.parse
+    monkeypatch.setattr(
+        yaml, "parse", lambda text, **how: parsed.append(text) or parse(text, **how)
+    )
+    text = "".join(f"---\nkind: a{i}\ntext: |\n  ---x\n" for i in range(300)) + "---\n" * 300
+    found = read_documents(text, "m.yaml")
+    assert [each.data["kind"] for each in found] == [f"a{i}" for i in range(300)]
+    assert [each.lines["kind",] for each in found] == [2 + 4 * i for i in range(300)]
+    assert parsed == [text]
+
+
+def test_documents_together_do_not_unfold_without_end():
+    one = f"---\na: &a [{'1,' * 60}]\nb: &b [{'*a,' * 60}]\nc: [{'*b,' * 4}]\n"
+    read_documents(one, "m.yaml")
+    with pytest.raises(UserError, match="HF007"):
+        read_documents(one * 100, "m.yaml")
+
+
+def test_of_very_many_problems_some_are_told():
+    for text in ("a: 1\n" * 9999, "<<: {}\n" * 9999, "a: [" + "!x 1, " * 9999 + "]"):
+        assert len(read_source(text, "job.yaml").problems) == MOST_PROBLEMS
 
 
 @pytest.mark.parametrize(
