@@ -6,6 +6,7 @@ docs/events.md documents every name and is checked against this list.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass, field
@@ -159,8 +160,8 @@ class Event:
     def encode(self) -> str:
         """Return the JSON line, newline included.
 
-        JSON has no NaN and no infinity: a loss that is one becomes the text `nan`, `inf`
-        or `-inf`.
+        What `parse_json` refuses becomes text: NaN and infinities `nan`, `inf` and `-inf`, half a
+        surrogate pair, as in a path that is not UTF-8, a question mark.
         """
         assert self.event in EVENTS, f"{self.event} is not in EVENTS"
         raw = {
@@ -174,10 +175,13 @@ class Event:
             "event": self.event,
             **self.fields,
         }
+        dumps = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
         try:
-            text = json.dumps(raw, separators=(",", ":"), allow_nan=False)
+            text = dumps(raw)
         except ValueError:
-            text = json.dumps(_without_nan(raw), separators=(",", ":"), allow_nan=False)
+            text = dumps(raw := _readable(raw))
+        if "\\ud" in text:
+            text = dumps(_readable(raw))
         return text + "\n"
 
     @classmethod
@@ -192,11 +196,13 @@ class Event:
             return None
 
 
-def _without_nan(value: Any) -> Any:
+def _readable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {_readable(key): _readable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [_readable(item) for item in value]
     return value

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import getpass
+import json
 import os
 import pwd
 import secrets
@@ -539,10 +540,10 @@ class _Register(_Place):
             UserError: HF690 it is something else: to write over it would lose what it says.
         """
         try:
-            listed = parse_json(content)["entries"]
+            listed = json.loads(content)["entries"]  # each entry is checked alone
             if not isinstance(listed, list):
                 raise TypeError("entries is no list")  # noqa: TRY301  one message for all
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             said = f"the fleet's ledger {self._what} is damaged, or another version's: {error}"
             raise UserError("HF690", f"{said}; an operator empties or replaces it") from error
         found, passed = [], {}

@@ -42,3 +42,10 @@ def test_every_line_is_json_that_any_reader_takes(value):
 @pytest.mark.parametrize("line", ["", '{"event":"step.co', "7", "{}"])
 def test_a_torn_line_is_none(line):
     assert Event.decode(line) is None
+
+
+def test_a_path_that_is_not_utf8_can_be_read_again():
+    event = Event(
+        event="agent.exit", t_unix=1.0, t_mono=1.0, fields={"reason": "/ck\udcff\U0001f600"}
+    )
+    assert Event.decode(event.encode()).fields == {"reason": "/ck?\U0001f600"}

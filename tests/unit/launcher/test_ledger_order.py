@@ -368,7 +368,9 @@ def test_what_can_be_read_can_be_used(more):
 
 
 def test_one_odd_line_of_a_record_keeps_no_other_from_the_ledger(tmp_path):
-    run = run_with(tmp_path, "n" * 999, "n1\n", "n2\ud800", "n3")
+    run = run_with(tmp_path, "n" * 999, "n1\n", "n2", "n3")
+    (record,) = (run / "events").iterdir()
+    record.write_bytes(record.read_bytes().replace(b'"n2"', rb'"n2\ud800"'))
     odd = {"reason": "\ud800" + "x" * 9999, "kind": "node_fault"}
     LauncherLog(run, "n1", wall=lambda: NOW).emit("member.evicted", member="n4", **odd)
     (run / "job.json").write_text(json.dumps({"run_id": "\ud800" + "r" * 999}))
