@@ -135,7 +135,7 @@ def test_it_is_built_from_the_jobs_folder_with_its_options(folder):
     ("name", "code", "message"),
     [
         ("Missing", "HF330", "AttributeError"),
-        ("function", "HF331", "no subclass"),
+        ("function", "HF331", "not a subclass"),
         ("Extra", "HF331", "second_head"),
         ("Parameter", "HF331", "scale"),
         ("Forward", "HF331", "forward of its own"),

@@ -85,7 +85,8 @@ def test_it_is_done_only_when_what_was_asked_for_is_safe(now):
 
 
 def line(t_unix: float, step: int | None, event: str = "save.asked") -> str:
-    return json.dumps({"event": event, "t_unix": t_unix, "step": step, "epoch": 2})
+    at = {"t_unix": t_unix, "t_mono": t_unix}
+    return json.dumps({"event": event, **at, "step": step, "epoch": 2})
 
 
 def test_the_newest_answer_counts_and_none_from_before():
