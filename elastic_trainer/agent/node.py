@@ -131,15 +131,7 @@ def _run(options: Options) -> int:
         stack.callback(log.close)
         waker = Waker()
         stack.callback(waker.close)
-        badge = Badge(secret, KEEPER_LABEL, options.run_id)
-        keeper = Keeper(
-            scratch.snapshots,
-            address,
-            ports,
-            authenticate=partial(authenticate, badge=badge, server=True, timeout_s=AUTHENTICATE_S),
-            key=secret.sign(IMAGES, options.run_id.encode()),
-            links=_links(options),
-        )
+        keeper = _keeper(options, scratch, address, ports, secret=secret)
         keeper.start()
         stack.callback(keeper.close)
         gpus = ask() if options.accelerators else None
@@ -156,48 +148,16 @@ def _run(options: Options) -> int:
             domain=options.failure_domain,
         )
         # Before it is warm: a node that dies while it warms up is then known to be dead.
-        rendezvous = HoldfastRendezvous(
-            me,
-            ports=ports,
-            run_id=options.run_id,
-            job=options.job,
-            secret=secret,
-            settings=Settings(
-                **dataclasses.asdict(options.elastic),
-                workers=options.workers,
-                ladder=options.ladder,
-                terms=_terms(options),
-            ),
-            board=open_board(
-                record / "board",
-                options.board,
-                on_damage=lambda reason: log.emit("board.damaged", reason=reason),
-            ),
-            ready=False,
-            readmit=options.readmit,
-            static_store=options.static_store,
-            log=_recorder(options, log, voice, secret),
-            notify=waker.wake,
-            crashed=die,
+        rendezvous = _rendezvous(
+            options, me, ports, secret=secret, log=log, voice=voice, waker=waker
         )
         stack.callback(rendezvous.close)
-        metrics = None
-        if (port := options.network.metrics_port) is not None:
-            # The run by the name of its directory, as `holdfast metrics` has it.
-            targets = record / METRICS_TARGETS
-            metrics = NodeMetrics(record.name, options.node, path=targets, port=port)
-            metrics.start(address)
+        metrics = _metrics(options, address)
+        if metrics is not None:
             stack.callback(metrics.close)
         agent = HoldfastAgent(
             _agent_config(options, rendezvous.me, scratch, secret_dir, gpus=gpus, bound=bound),
-            WorkerSpec(
-                role=options.role,
-                local_world_size=options.workers,
-                rdzv_handler=rendezvous,
-                entrypoint=options.task.target,
-                max_restarts=options.elastic.max_restarts,
-                event_log_handler=options.event_log_handler,
-            ),
+            _worker_spec(options, rendezvous),
             workers=workers,
             waker=waker,
             log=log,
@@ -212,6 +172,79 @@ def _run(options: Options) -> int:
         result = agent.run(options.role)
         forward_error_file(result)
     return result.code
+
+
+def _keeper(
+    options: Options, scratch: Scratch, address: str, ports: range, *, secret: Secret
+) -> Keeper:
+    badge = Badge(secret, KEEPER_LABEL, options.run_id)
+    return Keeper(
+        scratch.snapshots,
+        address,
+        ports,
+        authenticate=partial(authenticate, badge=badge, server=True, timeout_s=AUTHENTICATE_S),
+        key=secret.sign(IMAGES, options.run_id.encode()),
+        links=_links(options),
+    )
+
+
+def _rendezvous(
+    options: Options,
+    me: Member,
+    ports: range,
+    *,
+    secret: Secret,
+    log: EventLog,
+    voice: Voice,
+    waker: Waker,
+) -> HoldfastRendezvous:
+    """Listen for peers and take this node's place in the job."""
+    return HoldfastRendezvous(
+        me,
+        ports=ports,
+        run_id=options.run_id,
+        job=options.job,
+        secret=secret,
+        settings=Settings(
+            **dataclasses.asdict(options.elastic),
+            workers=options.workers,
+            ladder=options.ladder,
+            terms=_terms(options),
+        ),
+        board=open_board(
+            options.record_dir / "board",
+            options.board,
+            on_damage=lambda reason: log.emit("board.damaged", reason=reason),
+        ),
+        ready=False,
+        readmit=options.readmit,
+        static_store=options.static_store,
+        log=_recorder(options, log, voice, secret),
+        notify=waker.wake,
+        crashed=die,
+    )
+
+
+def _metrics(options: Options, address: str) -> NodeMetrics | None:
+    """Serve this node's metrics where the job asks for them, at the address of its network."""
+    port, record = options.network.metrics_port, options.record_dir
+    if port is None:
+        return None
+    # The run by the name of its directory, as `holdfast metrics` has it.
+    metrics = NodeMetrics(record.name, options.node, path=record / METRICS_TARGETS, port=port)
+    metrics.start(address)
+    return metrics
+
+
+def _worker_spec(options: Options, rendezvous: HoldfastRendezvous) -> WorkerSpec:
+    return WorkerSpec(
+        role=options.role,
+        local_world_size=options.workers,
+        rdzv_handler=rendezvous,
+        entrypoint=options.task.target,
+        max_restarts=options.elastic.max_restarts,
+        event_log_handler=options.event_log_handler,
+    )
 
 
 def _network(options: Options) -> tuple[str, range]:

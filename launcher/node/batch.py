@@ -239,7 +239,9 @@ def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(SUMMARY_S)
     try:
-        with advice("summary.json is not written", say):
+        with advice(
+            "summary.json is not written (`holdfast report RUN --json` has its content)", say
+        ):
             # It reads the whole record: what only begins does not import this.
             from launcher.runs.reports.data import current_summary, write_summary
 
