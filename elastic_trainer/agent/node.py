@@ -123,10 +123,7 @@ def _run(options: Options) -> int:
         open_files()  # after the fork: scripts keep the limit that the user has set
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
-        if options.secret_file is None:
-            secret_dir, secret = record, make_secret(record)
-        else:
-            secret_dir, secret = scratch.path, adopt_secret(options.secret_file, scratch.path)
+        secret_dir, secret = _secret(options, scratch)
         log = EventLog(record, f"agent-{options.node}", node=options.node)
         stack.callback(log.close)
         waker = Waker()
@@ -137,17 +134,8 @@ def _run(options: Options) -> int:
         gpus = ask() if options.accelerators else None
         voice = Voice()
         stack.callback(voice.close)
-        me = Member(
-            agent_id="",
-            node=options.node,
-            host=options.host,
-            address=address,
-            port=0,
-            workers=healthy(options.workers, gpus, os.environ.get(_VISIBLE)),
-            snapshot_port=keeper.port,
-            domain=options.failure_domain,
-        )
         # Before it is warm: a node that dies while it warms up is then known to be dead.
+        me = _member(options, address, gpus, keeper)
         rendezvous = _rendezvous(
             options, me, ports, secret=secret, log=log, voice=voice, waker=waker
         )
@@ -174,6 +162,13 @@ def _run(options: Options) -> int:
     return result.code
 
 
+def _secret(options: Options, scratch: Scratch) -> tuple[Path, Secret]:
+    """Return where the workers find the run's secret, and the secret."""
+    if options.secret_file is None:
+        return options.record_dir, make_secret(options.record_dir)
+    return scratch.path, adopt_secret(options.secret_file, scratch.path)
+
+
 def _keeper(
     options: Options, scratch: Scratch, address: str, ports: range, *, secret: Secret
 ) -> Keeper:
@@ -185,6 +180,20 @@ def _keeper(
         authenticate=partial(authenticate, badge=badge, server=True, timeout_s=AUTHENTICATE_S),
         key=secret.sign(IMAGES, options.run_id.encode()),
         links=_links(options),
+    )
+
+
+def _member(options: Options, address: str, gpus: Sequence[Gpu] | None, keeper: Keeper) -> Member:
+    """Return this node as peers are to know it; `HoldfastRendezvous` adds its id and port."""
+    return Member(
+        agent_id="",
+        node=options.node,
+        host=options.host,
+        address=address,
+        port=0,
+        workers=healthy(options.workers, gpus, os.environ.get(_VISIBLE)),
+        snapshot_port=keeper.port,
+        domain=options.failure_domain,
     )
 
 

@@ -93,6 +93,19 @@ class CheckpointPolicy:
             start_from=config.start_from,
         )
 
+    def manifest(self, step: int, world_size: int, files: dict[str, FileEntry]) -> Manifest:
+        """Return the manifest of a save of `step` by so many ranks."""
+        return Manifest(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            step=step,
+            consumed_samples=step * self.global_batch,
+            layout=self.layout,
+            world_size=world_size,
+            files=files,
+            model=self.model,
+        )
+
 
 def how_to_fix(reason: str, root: Path) -> str:
     """Return `reason`, the directory concerned, and the way out."""
@@ -164,17 +177,8 @@ def write_checkpoint(
 
     def commit() -> dict[str, Any]:
         """Write the manifest, swap the board, then remove what no longer counts."""
-        manifest = Manifest(
-            run_id=policy.run_id,
-            epoch=policy.epoch,
-            step=step,
-            consumed_samples=step * policy.global_batch,
-            layout=policy.layout,
-            world_size=group.world_size,
-            files={file: FileEntry(**entry) for part in digests for file, entry in part.items()},
-            model=policy.model,
-        )
-        sha256 = storage.write_manifest(name, manifest)
+        files = {file: FileEntry(**entry) for part in digests for file, entry in part.items()}
+        sha256 = storage.write_manifest(name, policy.manifest(step, group.world_size, files))
         at("manifest")
         made = Commit(
             epoch=policy.epoch,
