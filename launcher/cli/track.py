@@ -67,8 +67,9 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
             if run is None:
                 _of_each(left, lambda each: each.poll(at_once=once))
             else:
-                left[0].poll(at_once=once)
-            if once or (run is not None and left[0].is_over):
+                for each in left:
+                    each.poll(at_once=once)
+            if once or (run is not None and all(each.is_over for each in left)):
                 return EXIT_DONE
             threading.Event().wait(_EVERY_S)
     except KeyboardInterrupt:
@@ -96,7 +97,13 @@ def _open(
         raise UserError(
             "HF699", f"{path}: its job has no `track`; name trackers by --to {'|'.join(TRACKERS)}"
         )
-    if not wanted or not os.access(path, os.W_OK):
+    writable = os.access(path, os.W_OK)
+    if asked and not writable:
+        raise UserError(
+            "HF612",
+            f"{path} cannot be written: what was tracked is noted there; grant the permission",
+        )
+    if not wanted or not writable:
         return None
     return TrackedRun(
         path, run_id=config.run_id, trackers=wanted, writer=writer, wall=time.time, say=say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -299,6 +300,17 @@ def tracks(folder, good):
     """Whether a follower of all runs of a folder writes those of a good one."""
     code = run_cli(["track", "--runs", str(folder), "--to", "tensorboard", "--once"])
     return code == 0 and any((good / "tensorboard").iterdir())
+
+
+def test_a_named_run_that_cannot_be_written_is_not_tracked_in_silence(
+    tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("tensorboard")
+    run = whole_run(tmp_path, "a")
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
+    assert run_cli(["track", str(run), "--to", "tensorboard", "--once"]) == 2
+    assert "HF612" in capsys.readouterr().err
+    assert run_cli(["track", "--runs", str(tmp_path), "--to", "tensorboard", "--once"]) == 0
 
 
 @pytest.mark.parametrize("part", ["job.json", "events", "tracking"])
