@@ -208,8 +208,10 @@ class Cluster:
             out, err = session.read_channel(1), session.read_channel(2)
             return Ran(session.returncode, out, err)
         finally:
-            session.close()
-            session.sock.shutdown()  # close alone leaves the socket after the server's close
+            try:
+                session.close()
+            finally:
+                session.sock.shutdown()  # close alone leaves the socket after the server's close
 
     def events(self, name: str) -> list[str]:
         """Return what was told of an object, as `reason: message`."""

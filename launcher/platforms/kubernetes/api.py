@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -252,7 +252,7 @@ class KubernetesApi:
         seconds: int,
         labels: str = "",
         fields: str = "",
-    ) -> Iterator[tuple[str, Object]]:
+    ) -> Generator[tuple[str, Object]]:
         """Yield changes after a version, as (type of event, object), bookmarks too.
 
         The server ends it after `seconds`. It is not begun again here.
@@ -520,8 +520,9 @@ def watch_until(
         while (began := time.monotonic()) < end or seen.version is None:
             try:
                 seconds = max(1, int(min(end - began, _ROUND_S)))
-                if any(good(seen.objects) for _ in seen.changes(seconds)):
-                    return True
+                with contextlib.closing(seen.changes(seconds)) as changes:
+                    if any(good(seen.objects) for _ in changes):
+                        return True
             except GoneError:  # it was away for too long
                 seen.version = None
             if time.monotonic() - began < _QUICK_WATCH_S:
@@ -537,22 +538,23 @@ def watch_until(
 @dataclass(slots=True)
 class _WatchedObjects:
     list_all: Callable[[], tuple[list[Object], str]]
-    watch: Callable[..., Iterator[tuple[str, Object]]]
+    watch: Callable[..., Generator[tuple[str, Object]]]
     version: str | None = None
     """None: they are to be listed."""
     objects: dict[str, Object] = field(default_factory=dict)
 
-    def changes(self, seconds: int) -> Iterator[None]:
+    def changes(self, seconds: int) -> Generator[None]:
         """List the objects if needed, then watch them; yield after each change."""
         if self.version is None:
             items, self.version = self.list_all()
             self.objects = {name_of(item): item for item in items}
             yield
-        for kind, found in self.watch(version=self.version, seconds=seconds):
-            self.version = _version_of(found) or self.version
-            if kind == "BOOKMARK":
-                continue
-            self.objects.pop(name_of(found), None)
-            if kind != "DELETED":
-                self.objects[name_of(found)] = found
-            yield
+        with contextlib.closing(self.watch(version=self.version, seconds=seconds)) as events:
+            for kind, found in events:
+                self.version = _version_of(found) or self.version
+                if kind == "BOOKMARK":
+                    continue
+                self.objects.pop(name_of(found), None)
+                if kind != "DELETED":
+                    self.objects[name_of(found)] = found
+                yield

@@ -279,14 +279,23 @@ def test_a_watch_that_is_not_allowed_says_so(api, server, waits):
         watched(api, waits)
 
 
-def test_what_the_asker_raises_ends_a_watch(api, server, waits):
+def test_what_the_asker_raises_ends_a_watch(api, server, waits, monkeypatch):
     server.put("/api/v1/namespaces/train/pods/a", {"metadata": {"name": "a"}})
-    server.lines = [[line("ADDED", "b", 102), line("ADDED", "c", 103)]]
+    closed = []
+
+    def watch(*_, **__):
+        try:
+            yield from (("ADDED", {"metadata": {"name": name}}) for name in "bc")
+        finally:
+            closed.append(True)
 
     def good(pods):
         if "b" in pods:
             raise UserError("HF759", "no")
         return False
 
-    with pytest.raises(UserError, match="HF759"):
+    monkeypatch.setattr(api, "watch", watch)
+    with pytest.raises(UserError, match="HF759") as kept:
         watched(api, waits, good)
+    assert closed == [True], "though its frames are kept, by a traceback"
+    assert kept.value.__traceback__ is not None

@@ -322,7 +322,8 @@ def test_a_summary_that_cannot_be_written_ends_nothing(slurm, capsys):
     (Path("runs/one") / "job.json").write_text("{")
     capsys.readouterr()
     put_summary(Attempt(Path("runs/one").absolute(), "17", 0), {}, 0)
-    assert "summary.json is not written: " in capsys.readouterr().err
+    assert "runs/one/job.json" in capsys.readouterr().err
+    assert not Path("runs/one/summary.json").exists()
 
 
 def test_a_save_is_known_however_many_steps_follow(slurm, capsys, tmp_path):
