@@ -13,9 +13,9 @@ from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent import node
+from elastic_trainer.agent.__main__ import main
 from elastic_trainer.agent.flags import OptionsError
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
-from elastic_trainer.agent.main import main
 from elastic_trainer.agent.options import Options, parse
 from elastic_trainer.plan.command import fill
 from elastic_trainer.plan.config import (

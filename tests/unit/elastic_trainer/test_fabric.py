@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from elastic_trainer.agent import main
+from elastic_trainer.agent import __main__ as main
 from elastic_trainer.agent.hardware import FabricError, Port, check_fabric, chosen, nccl_net
 
 VERBS = "libc.so.6"
