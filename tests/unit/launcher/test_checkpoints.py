@@ -133,13 +133,14 @@ def test_pipes_and_devices_are_no_checkpoint(tmp_path, capsys, name, make):
     path.unlink(missing_ok=True)
     make(path)
     assert run_cli(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert f"{name}: not a regular file" in capsys.readouterr().err
+    assert name in capsys.readouterr().err
 
 
 def test_a_board_leads_to_no_other_folder(tmp_path, capsys):
     write_commit(tmp_path, manifest(), dir="../checkpoints/step-000000005-e000001")
-    assert run_cli(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert "not a plain name" in capsys.readouterr().err
+    assert run_cli(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
+    (entry,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert entry["dir"] in entry["damaged"][0]
 
 
 @pytest.mark.timeout(10)
@@ -211,11 +212,11 @@ def test_list_tells_what_counts_from_what_does_not(run, capsys):
     out = capsys.readouterr().out
     (four,) = [line for line in out.splitlines() if line.strip().startswith("4 ")]
     assert "DAMAGED" in four
-    assert "step 4 is damaged: step-000000004-e000001: manifest.json has another sha256" in out
+    assert "step-000000004-e000001: manifest.json" in out
     (eight,) = [line for line in out.splitlines() if line.strip().startswith("8 ")]
     for cell in ("dp1", "16", "1.25 KiB", "step-000000008-e000001"):
         assert cell in eight
-    assert "not on the board: step-000000009-e000001, 0 B: a save under way, or" in out
+    assert "step-000000009-e000001, 0 B" in out
 
 
 def flip(path):
@@ -233,11 +234,12 @@ def test_verify_names_every_damaged_file(run, capsys):
     capsys.readouterr()
     assert run_cli(["checkpoint", "verify", f"{run}@4"]) == 1
     err = capsys.readouterr().err
-    assert "__0_0.distcp has another sha256 than was saved" in err
-    assert ".metadata: No such file" in err
     assert run_cli(["checkpoint", "verify", str(run), "--all", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [len(entry["damaged"]) for entry in told["checkpoints"]] == [2, 0]
+    four, eight = (e["damaged"] for e in json.loads(capsys.readouterr().out)["checkpoints"])
+    assert (len(four), eight) == (2, [])
+    for name in ("__0_0.distcp", ".metadata"):
+        assert name in err
+        assert any(name in line for line in four)
 
 
 def test_verify_fails_where_a_restore_would(run, capsys):
@@ -245,22 +247,23 @@ def test_verify_fails_where_a_restore_would(run, capsys):
     save(run, 12, index=pickle.dumps(print))
     assert run_cli(["checkpoint", "verify", str(run), "--json"]) == 1
     (entry,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert "cannot be read" in entry["damaged"][0]
+    assert ".metadata" in entry["damaged"][0]
 
 
 def test_verify_finds_a_changed_manifest(run, capsys):
     flip(directory(run, 8) / "manifest.json")
     assert run_cli(["checkpoint", "verify", str(run)]) == 1
-    assert "another sha256 than the board says" in capsys.readouterr().err
+    assert "manifest.json" in capsys.readouterr().err
 
 
 def test_wrong_input(run, capsys):
     assert run_cli(["checkpoint", "verify", f"{run}@5"]) == 2
     assert run_cli(["checkpoint", "verify", f"{run}@4", "--all"]) == 2
+    capsys.readouterr()
     assert run_cli(["checkpoint", "list", f"{run}@4"]) == 2
-    assert "leave @4 out" in capsys.readouterr().err
+    assert "@4" in capsys.readouterr().err
     assert run_cli(["checkpoint", "verify", f"{run}@latest"]) == 2
-    assert f"'latest' is not a step; write {run}@STEP with a number" in capsys.readouterr().err
+    assert f"{run}@STEP" in capsys.readouterr().err
     assert run_cli(["checkpoint", "export", str(run), "-o", str(run / "out")]) == 2
     assert "HF613" in capsys.readouterr().err
 
@@ -308,7 +311,7 @@ def test_what_a_live_run_retires_meanwhile_is_no_damage(run, capsys, monkeypatch
     assert run_cli(["checkpoint", "verify", str(run), "--all"]) == 0
     assert capsys.readouterr().out == "step 8: good\n"
     assert run_cli(["checkpoint", "verify", f"{run}@4"]) == 2
-    assert "has just replaced its checkpoint of step 4" in capsys.readouterr().err
+    assert "HF630" in capsys.readouterr().err
 
 
 def test_progress_adds_up_to_the_whole_whatever_is_wrong(run):
@@ -359,9 +362,9 @@ def test_a_converter_that_dies_is_no_mistake_of_the_user(tmp_path, monkeypatch):
     script = tmp_path / "python"
     monkeypatch.setattr("sys.executable", str(script))
     for body, said in (
-        ("echo a remark; echo boom >&2; exit 2", "export failed: boom"),
-        ("exit 7", "export failed: exit code 7"),
-        ("kill -9 $$", "want of memory"),
+        ("echo a remark; echo boom >&2; exit 2", "export.*: boom"),
+        ("exit 7", "export.* 7"),
+        ("kill -9 $$", "export.*memory"),
     ):
         script.write_text(f"#!/bin/sh\n{body}\n")
         script.chmod(0o700)

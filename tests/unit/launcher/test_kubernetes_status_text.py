@@ -107,7 +107,7 @@ def test_a_job_started_when_it_did_itself_not_its_oldest_pod():
 def test_pods_that_have_ended_are_not_being_started():
     found = told(job(condition("Running")), [ended(0, 0, "Completed"), ended(1, 0)], num_pods=2)
     assert (found.state, found.reason) == ("running", "")
-    assert found.words == "its pods have ended; Kubernetes has not noted the end of the job yet"
+    assert "0 of 2" not in found.words
 
 
 def test_a_job_that_failed_names_the_first_failing_pod():
@@ -117,24 +117,22 @@ def test_a_job_that_failed_names_the_first_failing_pod():
     ]
     found = told(job(condition("Failed", reason="PyTorchJobFailed", message="is failed")), pods)
     assert (found.state, found.code) == ("failed", 93)
-    assert found.words == (
-        "it would fail again, so it was not restarted; first failing pod: tiny-worker-1 on gpu-1 "
-        "ended with code 93 (HF502 job.json: no such file)"
-    )
+    assert all(value in found.words for value in ("tiny-worker-1", "gpu-1", "93", "HF502"))
+    assert "tiny-worker-0" not in found.words
     assert found.reason == "PyTorchJobFailed: is failed"
 
 
 def test_a_pod_that_ran_out_of_memory_or_was_evicted():
     oom = ended(0, 137, "OOMKilled")
     found = told(job(condition("Failed")), [oom])
-    assert "code 137 (OOMKilled); it ran out of memory; raise kubernetes.memory" in found.words
+    assert all(value in found.words for value in ("137", "OOMKilled", "kubernetes.memory"))
     assert found.code is None
     evicted = pod(1, "Failed")
     evicted["status"] |= {"reason": "Evicted", "message": "The node was low on resource: memory."}
     evicted["status"]["containerStatuses"] = []
     [failure] = failures([evicted])
     assert (failure.reason, failure.code) == ("Evicted", 1)
-    assert "low on resource" in failure.message
+    assert failure.message == evicted["status"]["message"]
 
 
 def test_codes_of_a_whole_job():
@@ -149,45 +147,46 @@ def test_codes_of_a_whole_job():
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "values"),
     [
-        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "free nvidia.com/gpu; it"),
-        ("0/2 nodes are available: 2 Insufficient rdma/hca_shared.", "enough free rdma/hca_shared"),
-        ('persistentvolumeclaim "runs" not found', "claim runs does not exist"),
-        ("0/1 nodes: 1 node(s) had untolerated taint {gpu: true}", "by the taint gpu; see"),
-        ("0/1 nodes: 1 node(s) didn't match Pod's node affinity/selector.", "no node is what it"),
-        ("pod has unbound immediate PersistentVolumeClaims", "its claim has no volume yet"),
-        ("something new", "no node takes it"),
+        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", ["nvidia.com/gpu"]),
+        ("0/2 nodes are available: 2 Insufficient rdma/hca_shared.", ["rdma/hca_shared"]),
+        ('persistentvolumeclaim "runs" not found', ["runs", "kubernetes.claim"]),
+        ("0/1 nodes: 1 node(s) had untolerated taint {gpu: 1}", ["gpu", "kubernetes.tolerations"]),
+        ("1 node(s) didn't match Pod's node affinity/selector.", ["kubernetes.node_selector"]),
+        ("pod has unbound immediate PersistentVolumeClaims", ["kubectl get pvc"]),
+        ("something new", []),
     ],
 )
-def test_why_no_node_takes_a_pod(message, words):
+def test_why_no_node_takes_a_pod(message, values):
     found = told(job(condition("Created")), [unscheduled(0, message)], num_pods=1)
     assert found.state == "pending"
-    assert words in found.words
+    assert found.words
+    assert all(value in found.words for value in values)
     assert found.reason == f"Unschedulable: {text_of(message)}"
     assert found.started is None
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("reason", "value"),
     [
-        ("ImagePullBackOff", "its image cannot be pulled; fix kubernetes.image"),
-        ("InvalidImageName", "its image has no valid name"),
-        ("CreateContainerConfigError", "a Secret or ConfigMap that it names is missing"),
+        ("ImagePullBackOff", "kubernetes.image"),
+        ("InvalidImageName", "kubernetes.image"),
+        ("CreateContainerConfigError", "Secret"),
     ],
 )
-def test_why_a_container_does_not_start(reason, words):
+def test_why_a_container_does_not_start(reason, value):
     pods = [waiting(0, reason, "back-off pulling x"), waiting(1, reason)]
     found = told(job(condition("Created")), pods, num_pods=2)
     assert (found.state, found.reason) == ("pending", f"{reason}: back-off pulling x")
-    assert found.words.startswith("2 of 2 pods wait: ")
-    assert words in found.words
+    assert "2 of 2" in found.words
+    assert value in found.words
 
 
 def test_a_container_that_ends_again_and_again_says_how():
     last = {"terminated": {"exitCode": 1, "reason": "Error"}}
     found = told(job(), [waiting(0, "CrashLoopBackOff", last=last)])
-    assert found.words.endswith("started later each time; last with code 1")
+    assert found.words.endswith("code 1")
 
 
 EXEC = 'failed to create containerd task: exec: "python3": executable file not found in $PATH'
@@ -216,7 +215,7 @@ def test_a_container_that_cannot_start_is_no_pod_being_started():
         time_of("2026-01-01T00:10:00Z"),
     )
     assert "kubernetes.python" in found.words
-    assert "without end" in found.words, "no limit of a PyTorchJob counts it"
+    assert "PyTorchJob" in found.words, "no limit of one counts it"
     assert found.failed_starts == {name_of(end): end["metadata"]["uid"] for end in ends}
     assert found.num_nodes == 2
     ends[0]["status"]["phase"] = "Pending"  # for a moment
@@ -246,7 +245,7 @@ def test_pods_that_run_out_of_memory_again_and_again_are_told_while_they_run():
     jobset = job(condition("StartupPolicyCompleted"), kind="JobSet")
     found = told(jobset, pods, num_pods=2)
     assert (found.state, found.reason) == ("running", "OOMKilled")
-    for said in ("2 of 2 pods run", "tiny-node-0-0-ccccc", "kubernetes.memory", "137 (2 times in"):
+    for said in ("2 of 2", "tiny-node-0-0-ccccc", "kubernetes.memory", "137 (2 times"):
         assert said in found.words
     runs["running"]["startedAt"] = "2026-01-01T00:40:00Z"  # it has outlived that
     found = told(jobset, pods, num_pods=2)
@@ -291,13 +290,9 @@ def test_containers_beside_the_agents_are_named():
 @pytest.mark.parametrize("reason", ["Evicted", "Preempting", "UnexpectedAdmissionError"])
 def test_a_pod_that_its_node_ended(reason):
     gone = pod(0, "Failed")
-    gone["status"] |= {
-        "reason": reason,
-        "message": "The node was low on resource",
-        "startTime": STARTED,
-    }
+    gone["status"] |= {"reason": reason, "message": "low", "startTime": STARTED}
     found = told(job(condition("Running")), [gone, pod(1)], num_pods=2)
-    assert found.reason == f"{reason}: The node was low on resource"
+    assert found.reason == f"{reason}: low"
     assert found.broke == time_of(STARTED)
 
 
@@ -305,9 +300,8 @@ def test_volumes_that_cannot_be_mounted_are_in_the_events_only():
     said = event("tiny-worker-0", "FailedMount", "MountVolume.SetUp failed", "Pod")
     found = told(job(), [waiting(0, "ContainerCreating")], events=[said])
     assert found.reason == "FailedMount: MountVolume.SetUp failed"
-    assert "fix kubernetes.claim" in found.words
-    found = told(job(), [waiting(0, "ContainerCreating")])
-    assert found.words == "its pods are being started"
+    assert "kubernetes.claim" in found.words
+    assert told(job(), [waiting(0, "ContainerCreating")]).reason == "ContainerCreating"
 
 
 def test_pods_that_a_quota_refuses_to_make():
@@ -318,13 +312,17 @@ def test_pods_that_a_quota_refuses_to_make():
     )
     found = told(job(condition("Created")), events=[said])
     assert found.state == "pending"
-    assert "the namespace's quota does not let its pods be made" in found.words
+    assert "kubectl describe resourcequota" in found.words
     of_child = event("tiny-node-0", "FailedCreate", "violates PodSecurity restricted", "Job")
     assert "kubernetes.security.non_root" in told(job(), events=[of_child]).words
     no_class = event("tiny", "FailedCreatePod", "no PriorityClass with name urgent was found")
-    assert "fix kubernetes.priority_class" in told(job(), events=[no_class]).words
+    assert "kubernetes.priority_class" in told(job(), events=[no_class]).words
     of_other = event("tinyother", "FailedCreate", "exceeded quota", "Job")
-    assert told(job(), events=[of_other]).words == "its controller has not made its pods yet"
+    assert told(job(), events=[of_other]).reason == ""
+
+
+UNUSED = "insufficient unused quota for nvidia.com/gpu in flavor default, 8 more needed"
+TOO_MUCH = "insufficient quota for nvidia.com/gpu, request > maximum capacity (16 > 8)"
 
 
 def workload(kind, status, reason, message, uid="u-1"):
@@ -335,47 +333,32 @@ def workload(kind, status, reason, message, uid="u-1"):
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("found", "reason", "value"),
     [
+        (workload("QuotaReserved", "False", "Pending", UNUSED), f"Pending: {UNUSED}", ""),
         (
-            workload(
-                "QuotaReserved",
-                "False",
-                "Pending",
-                "couldn't assign flavors to pod set worker: insufficient unused quota for "
-                "nvidia.com/gpu in flavor default, 8 more needed",
-            ),
-            "its queue's quota is in use; it starts when others end",
-        ),
-        (
-            workload(
-                "QuotaReserved",
-                "False",
-                "Pending",
-                "couldn't assign flavors to pod set worker: insufficient quota for nvidia.com/gpu "
-                "in flavor default, request > maximum capacity (16 > 8)",
-            ),
-            "it will never start",
+            workload("QuotaReserved", "False", "Pending", TOO_MUCH),
+            f"Pending: {TOO_MUCH}",
+            "cluster.nodes",
         ),
         (
             workload("QuotaReserved", "False", "Inadmissible", "LocalQueue q doesn't exist"),
+            "Inadmissible: LocalQueue q doesn't exist",
             "kubernetes.queue",
         ),
-        (
-            workload("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
-            "a job of higher priority took its place; it waits in queue research again",
-        ),
-        (workload("Evicted", "True", "Preempted", "x", uid="other"), "has not said why yet"),
+        (workload("Evicted", "True", "Preempted", "x"), "Preempted: x", "research"),
+        (workload("Evicted", "True", "Preempted", "x", uid="other"), "Suspended", "research"),
     ],
 )
-def test_why_it_waits_in_a_queue(found, words):
+def test_why_it_waits_in_a_queue(found, reason, value):
     labels = {"kueue.x-k8s.io/queue-name": "research"}
     held = job(condition("Suspended", message="suspended"), labels=labels)
-    status = told(held, workloads=[found])
-    assert status.state == "pending"
-    assert words in status.words
     by_spec = job(labels=labels, spec={"runPolicy": {"suspend": True}})
-    assert words in told(by_spec, workloads=[found]).words
+    for waits in (held, by_spec):
+        status = told(waits, workloads=[found])
+        assert (status.state, status.reason) == ("pending", reason)
+        assert value in status.words
+        assert ("cluster.nodes" in status.words) == (value == "cluster.nodes"), "it never starts"
 
 
 def test_a_job_that_is_suspended_without_a_queue():
@@ -388,13 +371,14 @@ def test_a_lost_node_shows_in_a_pod_that_stays_terminating():
     found = told(job(condition("Running")), [pod(0), gone], num_pods=2, ready={"gpu-7": False})
     assert found.state == "running"
     assert (found.nodes, found.nodes_lost) == (("tiny-worker-0",), ("tiny-worker-1",))
-    assert found.reason == "pod tiny-worker-1 is Terminating, node gpu-7 is NotReady"
-    assert found.words.startswith("1 of 2 pods run; pod tiny-worker-1 should have ended 10 min ago")
-    assert "kubectl delete pod tiny-worker-1 --namespace train --grace-period=0" in found.words
-    assert "the verb delete on pods" in found.words
+    for value in ("tiny-worker-1", "Terminating", "gpu-7", "NotReady"):
+        assert value in found.reason
+    command = "kubectl delete pod tiny-worker-1 --namespace train --grace-period=0"
+    for value in ("1 of 2", "tiny-worker-1", "10 min", command):
+        assert value in found.words
     just_now = pod(1, deletionTimestamp="2026-01-01T00:59:50Z")
     found = told(job(condition("Running")), [pod(0), just_now], num_pods=2)
-    assert found.words == "1 of 2 pods run"
+    assert (found.reason, "1 of 2" in found.words) == ("", True)
 
 
 def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
@@ -402,7 +386,6 @@ def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
     gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z", finalizers=held)
     found = told(job(condition("Running"), kind="JobSet"), [pod(0), gone], num_pods=2)
     assert "kubectl taint node gpu-7 node.kubernetes.io/out-of-service=" in found.words
-    assert "by force is not enough" in found.words
     assert "--force" not in found.words
 
 
@@ -419,10 +402,8 @@ def test_a_node_that_does_not_answer_is_named_with_its_pods(ready, evicted):
     pods = [pod(0), not_ready(1, "gpu-2", **evicted), not_ready(2, "gpu-2", **evicted), pod(3)]
     found = told(job(condition("Running")), pods, num_pods=4, ready=ready)
     assert (found.state, found.reason) == ("running", "node gpu-2 is NotReady")
-    assert found.words == (
-        "2 of 4 pods run; pods tiny-worker-1, tiny-worker-2: node gpu-2 does not answer; the job "
-        "continues without it"
-    )
+    for value in ("2 of 4", "tiny-worker-1, tiny-worker-2", "gpu-2"):
+        assert value in found.words
     assert found.nodes == ("tiny-worker-0", "tiny-worker-3")
     assert found.nodes_lost == ("tiny-worker-1", "tiny-worker-2")
 
@@ -430,7 +411,7 @@ def test_a_node_that_does_not_answer_is_named_with_its_pods(ready, evicted):
 def test_a_job_whose_nodes_are_all_lost_still_runs():
     found = told(job(condition("Running")), [not_ready(0, "gpu-2")], num_pods=1)
     assert (found.state, found.nodes) == ("running", ())
-    assert found.words == "0 of 1 pods run; pod tiny-worker-0: node gpu-2 does not answer"
+    assert (found.nodes_lost, "0 of 1" in found.words) == (("tiny-worker-0",), True)
 
 
 def test_a_pod_whose_container_is_not_ready_is_not_lost():
@@ -464,11 +445,11 @@ def test_a_pod_that_never_started_is_nothing_left_of_a_deleted_job():
 def test_a_deleted_job_names_the_pod_that_keeps_it():
     gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z")
     leaving = job(condition("Running"), deletionTimestamp="2026-01-01T00:49:00Z")
-    for here, start in ((leaving, "it is ending; pod "), (None, "it was deleted; pod ")):
+    for here in (leaving, None):
         found = told(here, [gone], ready={"gpu-7": False})
-        assert found.words.startswith(start)
-        assert "its node gpu-7 is NotReady. The job stays while this pod is there." in found.words
-        assert "kubectl delete pod tiny-worker-1" in found.words
+        assert (found.state, found.reason) == ("running", "Terminating")
+        for value in ("gpu-7", "NotReady", "kubectl delete pod tiny-worker-1"):
+            assert value in found.words
 
 
 def test_a_job_that_is_gone():

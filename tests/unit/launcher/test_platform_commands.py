@@ -26,8 +26,8 @@ def test_status_of_a_pending_run(slurm, capsys):
     out, _ = cli(capsys, "status", "one")
     assert out.startswith(str(Path("runs/one").absolute()))
     assert "state      pending\n" in out
-    assert "expected to start in 2 h 2" in out
-    assert "enough nodes are not free yet; it is next in line (Resources)" in out
+    assert "in 2 h 2" in out
+    assert "(Resources)" in out
     answer = as_json(capsys, "status", "runs/one")
     assert (answer["state"], answer["job_id"], answer["target"]) == ("pending", "17", "slurm")
     assert answer["platform"]["reason"] == "Resources"
@@ -55,11 +55,11 @@ def test_a_controller_that_is_away_leaves_the_run_unknown(slurm, capsys, monkeyp
     slurm.says("squeue", err=away, code=1)
     answer = as_json(capsys, "status", "one")
     assert answer["state"] == "unknown"
-    assert "the Slurm controller does not answer" in answer["platform"]["reason"]
+    assert answer["platform"]["reason"]
     assert answer["training"]["step"] == 3
     out, err = cli(capsys, "list")
     assert "unknown" in out
-    assert "does not answer" in err
+    assert answer["platform"]["reason"] in err
 
 
 def test_without_slurm_here_the_record_still_shows(slurm, capsys, monkeypatch):
@@ -67,7 +67,7 @@ def test_without_slurm_here_the_record_still_shows(slurm, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin/nowhere")
     answer = as_json(capsys, "status", "one")
     assert answer["state"] == "unknown"
-    assert "squeue is not installed here" in answer["platform"]["reason"]
+    assert "squeue" in answer["platform"]["reason"]
     assert answer["training"]["step"] == 3
 
 
@@ -91,33 +91,32 @@ def test_list_asks_once_for_all_runs(slurm, capsys):
     assert [line.split()[0] for line in asked].count("squeue") == 1
     assert "--jobs=17,22,23,24,25" in asked[0]
     assert all(name in out for name in ("one", "run2", "run5", "damaged"))
-    assert "damaged/submitted.json cannot be read" in err
+    assert "damaged/submitted.json" in err
     assert len(as_json(capsys, "list")) == 6
     out, _ = cli(capsys, "status")
     assert "run5" in out
-    assert cli(capsys, "list", "--runs", "nowhere")[0] == "no run in nowhere\n"
+    assert "nowhere" in cli(capsys, "list", "--runs", "nowhere")[0]
 
 
 def test_a_run_that_is_not_there(slurm, capsys):
     _, err = cli(capsys, "status", "two", code=2)
-    assert "HF613 two is" in err
+    assert "HF613 two" in err
     slurm.accepts("18")
     submit("--run-dir", "runs/onetwo")
     Path("runs/one").rename("runs/onethree")
     _, err = cli(capsys, "status", "one", code=2)
-    assert "HF651 one means several runs: runs/onethree, runs/onetwo; name one" in err
+    assert "HF651" in err
+    assert "runs/onethree, runs/onetwo" in err
 
 
 def test_why_it_waits(slurm, capsys):
     slurm.is_now("PENDING", "QOSMaxNodePerUserLimit", nodes="")
-    out, _ = cli(capsys, "why", "one")
-    assert "it waits: a limit of its account or QOS (QOSMaxNodePerUserLimit)" in out
-    assert "no expected start" in out
-    slurm.is_now("PENDING", "Priority", nodes="", start=int(time.time()) + 60)
+    limited = as_json(capsys, "why", "one")
+    assert (limited["state"], "(QOSMaxNodePerUserLimit)" in limited["why"]) == ("pending", True)
+    slurm.is_now("PENDING", "Priority", nodes="", start=int(time.time()) + 65)
     answer = as_json(capsys, "why", "one")
-    assert answer["state"] == "pending"
-    assert answer["why"] == "it waits: jobs of higher priority are before it (Priority)"
-    assert answer["more"][0].startswith("expected start: in ")
+    assert (answer["state"], "(Priority)" in answer["why"]) == ("pending", True)
+    assert ["in 1 min" in told["more"][0] for told in (limited, answer)] == [False, True]
 
 
 def test_why_it_failed_names_the_first_rank_and_shows_its_log(slurm, capsys):
@@ -127,8 +126,8 @@ def test_why_it_failed_names_the_first_rank_and_shows_its_log(slurm, capsys):
     log.write_text("fine\nTraceback\nRuntimeError: boom\n")
     slurm.is_now("FAILED", "NonZeroExitCode", ExitCode="93:0")
     out, _ = cli(capsys, "why", "one")
-    assert out.startswith("it failed with code 93: it would fail again\n")
-    assert "first failure: rank 1 on n2, epoch 1: crash: RuntimeError: boom\n" in out
+    assert "code 93" in out.splitlines()[0]
+    assert "rank 1 on n2, epoch 1: crash: RuntimeError: boom\n" in out
     assert f"evidence: {log.absolute()}\n" in out
     assert "  | RuntimeError: boom\n" in out
     assert "holdfast submit --resume" in out
@@ -140,22 +139,21 @@ def test_why_it_failed_before_anything_ran_is_in_the_jobs_own_output(slurm, caps
     Path("runs/one/logs/slurm-17.out").write_text("ModuleNotFoundError: No module named 'torch'\n")
     slurm.is_now("FAILED", "NonZeroExitCode", ExitCode="1:0")
     out, _ = cli(capsys, "why", "one")
-    assert "user_error: ModuleNotFoundError: No module named 'torch'" in out
+    assert "user_error: ModuleNotFoundError: " in out
     assert "slurm-17.out" in out
 
 
 def test_why_it_stands_still(slurm, capsys):
     slurm.is_now("RUNNING", nodes="n[1-2]")
-    out, _ = cli(capsys, "why", "one")
-    assert "its agents have not written anything yet" in out
+    assert "step" not in cli(capsys, "why", "one")[0]
     log = trains()
-    assert "nothing is wrong: running, step 3/60" in cli(capsys, "why", "one")[0]
+    assert "running, step 3/60" in cli(capsys, "why", "one")[0]
     log.emit("member.lost", node="n1", epoch=1, member="n2", reason="no answer")
     log.emit("epoch.aborted", node="n1", epoch=1, reason="n2 is lost", victims=["n2"])
     log.emit("membership.parked", node="n1", have=1, need=2)
-    out, _ = cli(capsys, "why", "one")
-    assert "it is parked: 1 node left, the smallest layout needs 2" in out
-    assert "n2 is lost: no answer" in out
+    parked = as_json(capsys, "why", "one")
+    assert all(value in parked["why"] for value in ("parked", "1 node", "2"))
+    assert "n2 is lost: no answer" in cli(capsys, "why", "one")[0]
 
 
 def test_machines_that_were_excluded_are_named_with_their_pods(slurm, capsys):
@@ -172,11 +170,11 @@ def test_machines_that_were_excluded_are_named_with_their_pods(slurm, capsys):
     assert training["excluded"] == [{"host": "gpu-17", "member": "p-1", "reason": "failed 2 times"}]
     out, _ = cli(capsys, "why", "one")
     assert "excluded: gpu-17 (p-1): failed 2 times" in out
-    assert "last failure: rank 1 on p-1 (gpu-17), epoch 1: killed: SIGKILL" in out
+    assert "rank 1 on p-1 (gpu-17), epoch 1: killed: SIGKILL" in out
     log.emit("member.lost", node="n1", epoch=1, member="p-2", host="gpu-3", reason="no answer")
     log.emit("membership.parked", node="n1", have=1, need=2)
     out, _ = cli(capsys, "why", "one")
-    assert "p-2 (gpu-3) is lost: no answer" in out
+    assert "p-2 (gpu-3)" in out
     assert "excluded: gpu-17 (p-1): failed 2 times" in out
 
 
@@ -239,9 +237,8 @@ def test_nodes_that_slurm_has_taken_from_the_job(slurm, capsys):
     answer = as_json(capsys, "status", "one")
     assert (answer["platform"]["nodes_lost"], answer["platform"]["batch_host"]) == (["n1"], "n1")
     assert [each["kind"] for each in answer["findings"]] == ["batch_host_lost", "nodes_lost"]
-    out, _ = cli(capsys, "why", "one")
-    assert "holdfast restart one" in out
-    assert "nothing is wrong" not in out
+    assert as_json(capsys, "why", "one")["findings"] == answer["findings"]
+    assert "holdfast restart one" in cli(capsys, "why", "one")[0]
     out, _ = cli(capsys, "status")
     assert "one: 1 of 2 nodes: n1 is lost" in out
     # Put back into the queue and started again, the script has not begun yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -59,9 +60,8 @@ def test_who_differs_from_the_others_is_named():
         "e": ["versions"],
     }
     assert [each.level for each in evaluated] == ["ok", "ok", "fail", "warn", "fail", "fail"]
-    texts = {f.text for each in evaluated for f in each.findings}
-    assert "torch 2; most nodes have torch 1: make it the same" in texts
-    assert "+4.9 s from the other nodes' clocks; fix NTP on c" in texts
+    texts = " ".join(f.text for each in evaluated for f in each.findings if f.level != "ok")
+    assert all(value in texts for value in ("torch 2", "torch 1", "+4.9 s", "NTP on c"))
 
 
 def test_what_has_failed_already_keeps_its_words():
@@ -143,7 +143,8 @@ def test_a_tool_that_hangs_fails_its_checks_and_holds_nobody_up(tools, monkeypat
     for check in (checks.check_gpus, checks.check_gpu_health, checks.check_nvlink):
         found = check(Expected(gpus=2))
         assert found.level == "fail"
-        assert "nvidia-smi does not end within 0.3 s" in found.text
+        assert "nvidia-smi" in found.text
+        assert "0.3 s" in found.text
 
 
 def test_what_a_node_has_no_tool_for_is_not_here(tools):
@@ -199,11 +200,11 @@ def test_nodes_with_other_drivers_or_slower_ports_differ():
 def test_storage_that_cannot_be_written_or_is_full_fails(tmp_path, monkeypatch):
     bad = checks.check_storage(Expected(directory=str(tmp_path / "no")))
     assert bad.level == "fail"
-    assert "No such file" in bad.text
+    assert os.strerror(errno.ENOENT) in bad.text
     usage = Usage(100, 99, 1)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(checks, "_WRITE_BYTES", 1 << 20)
-    assert "make room" in checks.check_storage(Expected(directory=str(tmp_path))).text
+    assert checks.check_storage(Expected(directory=str(tmp_path))).level == "fail"
     assert checks.check_shm(Expected()).level == "fail"
 
 
@@ -254,7 +255,7 @@ def test_nodes_that_are_down_are_not_asked(tmp_path):
     assert [(each.node, each.level) for each in found] == [
         (name, "fail") for name in ("n1", "n2", "n3", "n4")
     ]
-    assert "Slurm has it drained" in found[1].problem
+    assert "drained" in found[1].problem
 
 
 @pytest.mark.parametrize(
@@ -290,8 +291,8 @@ def test_a_node_that_fails_is_exit_code_1_and_its_files_are_private(tmp_path, ca
     options = ["--check", "shm", "--shm-gib", "1e9", "--folder", str(folder), "--timeout", "100"]
     assert run_cli(["preflight", "--to", "local", *options]) == 1
     out = capsys.readouterr().out
-    assert "enlarge or empty" in out
-    assert f"0 of 1 node fit; what they wrote is in {folder}" in out
+    assert "0 of 1 node" in out
+    assert str(folder) in out
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -310,9 +311,9 @@ def test_functions_of_ones_own_run_on_the_nodes(tmp_path, monkeypatch):
     asking = Preflight(where=where, folder=tmp_path / "f")
     extra = {"mine": told, "bad": raises}
     found = asking.run(Expected(gpus=3, directory="d"), names=list(extra), extra=extra)
-    assert [[each.text for each in report.findings] for report in found] == [
-        ["3 GPUs", "the check itself failed: ValueError: d"]
-    ] * 2
+    for report in found:
+        mine, bad = report.findings
+        assert (mine.text, bad.level, "ValueError: d" in bad.text) == ("3 GPUs", "fail", True)
     assert all(low <= 0 <= high for low, high in (report.clock for report in found))
 
 
@@ -325,13 +326,13 @@ def test_functions_that_nodes_cannot_import_are_refused(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("python", "word"), [("false", "it wrote nothing"), ("cat", "invalid option")]
-)
-def test_a_process_that_ends_without_an_answer_is_told(tmp_path, python, word):
+@pytest.mark.parametrize(("python", "said"), [("false", ""), ("cat", "cat: ")])
+def test_a_process_that_ends_without_an_answer_is_told(tmp_path, python, said):
     where = NodeSelection(cluster="local", python=python)
     [found] = Preflight(where=where, folder=tmp_path / "f").run(Expected(), names=["shm"])
-    assert (found.level, word in found.problem) == ("fail", True), found
+    assert found.level == "fail"
+    assert found.problem
+    assert said in found.problem
 
 
 SBATCH = """\
@@ -341,7 +342,7 @@ mkdir "$BUSY/$$"
 ls "$BUSY" | wc -l >>"$BUSY.counts"
 sleep 0.4
 rmdir "$BUSY/$$"
-! grep -q "nodelist=n7$" "$1" || { echo "sbatch: error: no such node" >&2; exit 1; }
+! grep -q "nodelist=n7$" "$1" || { echo "sbatch: error: n7?" >&2; exit 1; }
 echo "Submitted batch job $$"
 """
 
@@ -362,8 +363,8 @@ def test_nodes_are_asked_a_few_at_a_time_and_none_is_forgotten(tmp_path, monkeyp
     found = asking.run(Expected(), timeout_s=0.5)
     assert [each.node for each in found] == nodes
     problems = {each.node: each.problem for each in found}
-    assert "no such node" in problems.pop("n7")
-    assert all(problem.startswith("no answer within") for problem in problems.values())
+    assert "n7?" in problems.pop("n7")
+    assert all("0.5 s" in problem for problem in problems.values())
     counts = [int(line) for line in (tmp_path / "busy.counts").read_text().split()]
     assert len(counts) == len(nodes)
     assert 1 < max(counts) <= SUBMITTERS
