@@ -261,7 +261,7 @@ def test_wrong_input(run, capsys):
     assert run_cli(["checkpoint", "verify", f"{run}@4", "--all"]) == 2
     capsys.readouterr()
     assert run_cli(["checkpoint", "list", f"{run}@4"]) == 2
-    assert "@4" in capsys.readouterr().err
+    assert "HF610" in capsys.readouterr().err
     assert run_cli(["checkpoint", "verify", f"{run}@latest"]) == 2
     assert f"{run}@STEP" in capsys.readouterr().err
     assert run_cli(["checkpoint", "export", str(run), "-o", str(run / "out")]) == 2

@@ -41,32 +41,33 @@ def test_a_family_has_its_own_keys(make_spec):
 def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
     assert make_spec(f"model={name}").shape == PRESETS[name]
     (line,) = mistakes(f"model={name}", "layout.tp=16", "layout.allow_tp_across_nodes=true")
-    assert f"HF103 layout.tp: 16 does not divide the 8 KV heads of {name}; use 8" in line
+    assert "HF103 layout.tp: 16 " in line
+    assert f"8 KV heads of {name}; use 8" in line
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"family": "qwen"}, "HF014 model.family: the text 'qwen' is not one of its choices; use llama, qwen3 or mistral"),
-        ({"sliding_window": 8}, "HF016 model.sliding_window: sliding_window is not a key of llama; leave it out"),
-        ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: attention_bias is not a key of mistral"),
+        ({"family": "qwen"}, "HF014 model.family: ... 'qwen' ... use llama, qwen3 or mistral"),
+        ({"sliding_window": 8}, "HF016 model.sliding_window: ... llama"),
+        ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: ... mistral"),
         ({"family": "mistral", "sliding_window": 0}, "HF013 model.sliding_window"),
-        ({"family": "mixtral"}, "HF023 model.num_experts: 1 is not a mixture"),
-        ({"family": "mixtral", "num_experts": 4, "experts_per_token": 5}, "HF023 model.experts_per_token: 5 is more than the 4 experts; use 2"),
-        ({"num_experts": 8}, "HF016 model.num_experts: num_experts is not a key of llama; leave it out"),
+        ({"family": "mixtral"}, "HF023 model.num_experts: 1"),
+        ({"family": "mixtral", "num_experts": 4, "experts_per_token": 5}, "HF023 model.experts_per_token: 5 ... 4 experts; use 2"),
+        ({"num_experts": 8}, "HF016 model.num_experts: ... llama"),
         ({"params": 7}, "HF016 model.params"),
         ({"options": {"a": 1}}, "HF016 model.options"),
-        ({"plugin": "my_model"}, "HF015 model.plugin: expected module:Class"),
+        ({"plugin": "my_model"}, "HF015 model.plugin: ... module:Class"),
         ({"plugin": "../my_model:M"}, "HF015 model.plugin"),
-        ({"plugin": "my_model:M", "family": "qwen3"}, "HF016 model.plugin: family and plugin exclude each other"),
-        ({"plugin": "my_model:M", "sliding_window": 8}, "HF016 model.sliding_window: sliding_window is not a key of a plugin"),
+        ({"plugin": "my_model:M", "family": "qwen3"}, "HF016 model.plugin: ... family"),
+        ({"plugin": "my_model:M", "sliding_window": 8}, "HF016 model.sliding_window: ... plugin"),
         ({"plugin": "my_model:M", "options": {"a": [1]}}, "HF012 model.options.a"),
         ({"plugin": "my_model:M", "options": {"a": 1 << 63}}, "HF013 model.options.a"),
     ],
 )  # fmt: skip
 def test_what_does_not_belong_to_the_model_is_refused(keys, message, mistakes):
     (line,) = mistakes(model(**keys))
-    assert message in line
+    assert all(part in line for part in message.split(" ... "))
 
 
 def test_the_family_that_has_a_key_is_offered(mistakes):

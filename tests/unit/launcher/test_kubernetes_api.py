@@ -60,12 +60,14 @@ def test_a_namespace_that_goes_is_the_users_to_replace():
 def test_the_missing_right_is_the_one_that_the_server_names():
     message = 'User "eve" cannot list resource "pods" in API group "" in the namespace "train"'
     told = refused(403, message).message
-    assert "you may not list pods in namespace train, as eve; the Role holdfast-submitter" in told
+    for value in ("list pods", "namespace train", "eve"):
+        assert value in told
     assert told.endswith("--role holdfast-submitter --user eve --namespace train")
     told = refused(403, message.replace("eve", "a b; c")).message
     assert "--user 'a b; c' --namespace" in told
     told = refused(403, "no, says a webhook").message
-    assert "in namespace train: no, says a webhook; the Role" in told
+    for value in ("namespace train", "no, says a webhook", "holdfast-submitter"):
+        assert value in told
 
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet", "TrainJob", "TrainingRuntime"])
@@ -111,16 +113,14 @@ def test_a_server_that_stays_away_is_temporary(server, tmp_path):
     path.write_text(kubeconfig("http://127.0.0.1:1"))
     patience = ApiPatience(connect_s=1.0, read_s=1.0, retry_s=0.0)
     found = connect(env={"KUBECONFIG": str(path)}, patience=patience)
-    with pytest.raises(
-        BusyError, match=r"the Kubernetes API at http://127.0.0.1:1 does not answer"
-    ):
+    with pytest.raises(BusyError, match=r"http://127\.0\.0\.1:1"):
         found.list_all(POD, "train")
 
 
 def test_garbage_is_temporary(api, server):
     server.says("GET", *[Reply(200, "<html>502</html>")] * 50)
     api._patience = ApiPatience(retry_s=0.0)
-    with pytest.raises(TemporaryError, match="cannot be read: <html>502"):
+    with pytest.raises(TemporaryError, match="<html>502"):
         api.list_all(POD, "train")
 
 
@@ -158,7 +158,7 @@ def test_an_exec_without_an_answer_is_temporary(server, tmp_path):
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig("http://127.0.0.1:1"))
     found = connect(env={"KUBECONFIG": str(path)})
-    with pytest.raises(BrokenOffError, match="pod p cannot be reached"):
+    with pytest.raises(BrokenOffError, match="pod p"):
         in_pods(found).run("p", ["true"], timeout_s=5.0)
 
 

@@ -79,72 +79,72 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        ("layout.ordr=1", "HF010 layout.ordr: unknown key; did you mean layout.order?"),
-        ("train.lr=1", "HF010 train.lr: unknown key here; did you mean train.optimizer.lr?"),
-        ("zzz=1", "HF010 zzz: unknown key; a job file has name, model"),
-        ("env.stage=/disk", "HF010 env.stage: unknown key: environments are not copied"),
-        ("train.steps=1e6", "HF012 train.steps: expected a whole number, found the number 1000000.0; use 1000000"),
-        ("train.steps='50'", "HF012 train.steps: expected a whole number, found the text '50'; use 50"),
-        ("train.steps=true", "HF012 train.steps: expected a whole number, found the truth value true"),
-        ("train.steps=", "HF012 train.steps: expected a whole number, found nothing (null)"),
-        ("train.steps=-1", "HF013 train.steps: expected at least 1, found the number -1"),
-        ("train.steps=0", "HF013 train.steps: expected at least 1"),
-        ("train.steps=" + "9" * 60, "HF013 train.steps: expected at most 1,000,000,000,000, found a huge"),
-        ("train.optimizer.lr=.nan", "HF013 train.optimizer.lr: expected a finite number"),
-        ("train.optimizer.lr=.inf", "HF013 train.optimizer.lr: expected a finite number"),
-        ("train.optimizer.lr=0", "HF013 train.optimizer.lr: expected more than 0"),
-        ("train.compile=yes", "HF012 train.compile: expected true or false, found the text 'yes'; YAML 1.2"),
-        ("train.precision=fp16", "HF014 train.precision: the text 'fp16' is not one of its choices; use bf16 or fp32"),
-        ("train=5", "HF012 train: expected a section (a mapping of keys), found the number 5"),
-        ("layout.dp=all", "HF012 layout.dp: expected a whole number or auto, found the text 'all'"),
+        ("layout.ordr=1", "HF010 layout.ordr: ... layout.order?"),
+        ("train.lr=1", "HF010 train.lr: ... train.optimizer.lr?"),
+        ("zzz=1", "HF010 zzz: ... name, model"),
+        ("env.stage=/disk", "HF010 env.stage:"),
+        ("train.steps=1e6", "HF012 train.steps: ... 1000000.0; use 1000000"),
+        ("train.steps='50'", "HF012 train.steps: ... '50'; use 50"),
+        ("train.steps=true", "HF012 train.steps: ... true"),
+        ("train.steps=", "HF012 train.steps: ... (null)"),
+        ("train.steps=-1", "HF013 train.steps: ... 1, ... -1"),
+        ("train.steps=0", "HF013 train.steps: ... 1"),
+        ("train.steps=" + "9" * 60, "HF013 train.steps: ... 1,000,000,000,000"),
+        ("train.optimizer.lr=.nan", "HF013 train.optimizer.lr:"),
+        ("train.optimizer.lr=.inf", "HF013 train.optimizer.lr:"),
+        ("train.optimizer.lr=0", "HF013 train.optimizer.lr: ... 0"),
+        ("train.compile=yes", "HF012 train.compile: ... true or false ... 'yes'"),
+        ("train.precision=fp16", "HF014 train.precision: ... 'fp16' ... use bf16 or fp32"),
+        ("train=5", "HF012 train: ... 5"),
+        ("layout.dp=all", "HF012 layout.dp: ... auto ... 'all'"),
         ("layout.dp=true", "HF012 layout.dp"),
-        ("layout.order=[tp, tp, pp, dp]", "HF117 layout.order: [tp, tp, pp, dp] must name"),
-        ("layout.order=tp", "HF012 layout.order: expected a list as [a, b], found the text 'tp'"),
-        ("layout.order=[1, cp, pp, dp]", "HF012 layout.order[0]: expected a text, found the number 1"),
-        ("layout.schedule=zbv", "HF115 layout.schedule: zbv: with FSDP2 the zero-bubble schedules"),
+        ("layout.order=[tp, tp, pp, dp]", "HF117 layout.order: [tp, tp, pp, dp]"),
+        ("layout.order=tp", "HF012 layout.order: ... [a, b] ... 'tp'"),
+        ("layout.order=[1, cp, pp, dp]", "HF012 layout.order[0]: ... 1"),
+        ("layout.schedule=zbv", "HF115 layout.schedule: zbv:"),
         ("layout.schedule=ZeroBubble", "HF115"),
         ("layout.schedule=InterleavedZeroBubble", "HF115"),
         ("layout.schedule=dualpipev", "HF115"),
-        ("layout.schedule=gpipe", "HF014 layout.schedule: the text 'gpipe' is not one of its choices; use 1f1b"),
-        ("layout.schedule=interleaved", "HF118 layout.schedule: interleaved is for two or more stages per rank; use 1f1b, or layout.interleave: 2"),
-        ("layout.interleave=2", "HF118 layout.interleave: 2 stages per rank are for the interleaved schedule; use 1, or layout.schedule: interleaved"),
+        ("layout.schedule=gpipe", "HF014 layout.schedule: ... 'gpipe' ... use 1f1b"),
+        ("layout.schedule=interleaved", "HF118 layout.schedule: ... use 1f1b, or layout.interleave: 2"),
+        ("layout.interleave=2", "HF118 layout.interleave: 2 ... use 1, or layout.schedule: interleaved"),
         ("name=Llama_3 8B", "use llama-3-8b"),
-        ("name=123", "HF012 name: expected a text, found the number 123"),
-        ("model=llama3-9b", "HF020 model: llama3-9b is no preset, no dimensions and no path of a config.json; use llama3-8b"),
-        ("model=x/config.json", "HF021 model: x/config.json: files such as"),
-        ("model=5", "HF012 model: expected a text, found the number 5"),
-        ("model={num_layers: 2, num_heads: 8, ffn_dim: 128, vocab_size: 512}", "HF011 model.dim: is missing: Model width."),
-        ("data.path=", "HF012 data.path: expected a text, found nothing (null)"),
-        ("data.path='  '", "HF015 data.path: expected some text, found none"),
-        ('data.path="a\\nb"', "HF015 data.path: line breaks and control characters"),
-        ("network.ports=80-90", "HF015 network.ports: expected low-high within 1024-65535"),
+        ("name=123", "HF012 name: ... 123"),
+        ("model=llama3-9b", "HF020 model: llama3-9b ... use llama3-8b"),
+        ("model=x/config.json", "HF021 model: x/config.json:"),
+        ("model=5", "HF012 model: ... 5"),
+        ("model={num_layers: 2, num_heads: 8, ffn_dim: 128, vocab_size: 512}", "HF011 model.dim:"),
+        ("data.path=", "HF012 data.path: ... (null)"),
+        ("data.path='  '", "HF015 data.path:"),
+        ('data.path="a\\nb"', "HF015 data.path:"),
+        ("network.ports=80-90", "HF015 network.ports: ... 1024-65535"),
         ("network.ports=29499-29400", "HF015 network.ports"),
-        ("network.cidr=10.0.0.0/99", "HF015 network.cidr: expected a network such as 10.0.0.0/8"),
+        ("network.cidr=10.0.0.0/99", "HF015 network.cidr: ... 10.0.0.0/8"),
         ("network={cidr: 10.0.0.0/8, interface: eth0}", "HF016 network.cidr"),
-        ("env={venv: /a, image: b}", "HF016 env.image: venv and image exclude each other"),
-        ("command='train.py --x {zp}'", "HF511 command: {zp} is unknown; {dp} {tp} {pp} {cp} {no"),
-        ("command='python train.py'", "HF015 command: leave python out: the command is the script"),
-        ("command='--nnodes 2 train.py'", "HF015 command: --nnodes: before the script only -m"),
-        ("elastic.progress_pattern=step", "HF015 elastic.progress_pattern: expected one group"),
-        ("command=\"train.py 'x\"", "HF015 command: No closing quotation"),
-        ("slurm.time=tomorrow", "HF015 slurm.time: expected sbatch's"),
-        ("cluster.gpu=H100", "HF122 cluster.gpu: H100 is unknown; use H100-80GB-SXM, H100-80GB-PCIe"),
-        ("elastic.failure_domain=0", "HF015 elastic.failure_domain: expected none, a number"),
-        ("elastic.failure_domain=true", "HF015 elastic.failure_domain: expected none, a number"),
-        ("elastic.failure_domain=a b", "a label of nodes as topology.kubernetes.io/zone"),
-        ("elastic.failure_domain=\"a']\"", "HF015 elastic.failure_domain: expected none, a number"),
-        ("elastic.min_nodes=9", "HF120 elastic.min_nodes: 9 is more than the 4 nodes of the cluster; use 4"),
-        ("elastic.sizes=[4, 9]", "HF135 elastic.sizes: 4, 9: expected numbers from 1 (min_nodes) to 4"),
-        ("elastic.sizes=[2, 1]", "HF135 elastic.sizes: 2, 1: expected numbers from 1 (min_nodes) to 4"),
-        ("elastic={min_nodes: 2, sizes: [4, 1]}", "HF135 elastic.sizes: 4, 1: expected numbers from 2"),
-        ("elastic.sizes=[4, 0]", "HF013 elastic.sizes[1]: expected at least 1"),
-        ("elastic.sizes=[]", "HF135 elastic.sizes: none: expected numbers from 1"),
-        ("elastic.dead_after_s=0.5", "HF123 elastic.dead_after_s: 0.5 s of silence"),
+        ("env={venv: /a, image: b}", "HF016 env.image: ... venv"),
+        ("command='train.py --x {zp}'", "HF511 command: {zp} ... {dp} {tp} {pp} {cp} {no"),
+        ("command='python train.py'", "HF015 command: ... python"),
+        ("command='--nnodes 2 train.py'", "HF015 command: --nnodes: ... -m"),
+        ("elastic.progress_pattern=step", "HF015 elastic.progress_pattern:"),
+        ("command=\"train.py 'x\"", "HF015 command:"),
+        ("slurm.time=tomorrow", "HF015 slurm.time:"),
+        ("cluster.gpu=H100", "HF122 cluster.gpu: H100 ... use H100-80GB-SXM, H100-80GB-PCIe"),
+        ("elastic.failure_domain=0", "HF015 elastic.failure_domain:"),
+        ("elastic.failure_domain=true", "HF015 elastic.failure_domain:"),
+        ("elastic.failure_domain=a b", "HF015 elastic.failure_domain: ... topology.kubernetes.io/zone"),
+        ("elastic.failure_domain=\"a']\"", "HF015 elastic.failure_domain:"),
+        ("elastic.min_nodes=9", "HF120 elastic.min_nodes: 9 ... use 4"),
+        ("elastic.sizes=[4, 9]", "HF135 elastic.sizes: 4, 9: ... 1 (min_nodes) to 4"),
+        ("elastic.sizes=[2, 1]", "HF135 elastic.sizes: 2, 1: ... 1 (min_nodes) to 4"),
+        ("elastic={min_nodes: 2, sizes: [4, 1]}", "HF135 elastic.sizes: 4, 1: ... 2 (min_nodes)"),
+        ("elastic.sizes=[4, 0]", "HF013 elastic.sizes[1]: ... 1"),
+        ("elastic.sizes=[]", "HF135 elastic.sizes: ... 1"),
+        ("elastic.dead_after_s=0.5", "HF123 elastic.dead_after_s: 0.5 s"),
     ],
 )  # fmt: skip
 def test_one_mistake_one_line(mistakes, sets, message):
     (line,) = mistakes(sets)
-    assert message in line
+    assert all(part in line for part in message.split(" ... "))
     assert line.startswith(f"--set {sets}: HF")
 
 
@@ -161,7 +161,7 @@ def test_a_missing_section_is_named_and_the_rest_still_checked(job_text, mistake
 
 def test_a_missing_key_is_named_at_its_section(mistakes, job_text):
     (line,) = mistakes(text=job_text.replace("  seq_len: 8192\n", ""))
-    assert line == "job.yaml:5: HF011 train.seq_len: is missing: Tokens per sequence."
+    assert line.startswith("job.yaml:5: HF011 train.seq_len: ")
 
 
 def test_wrong_values_are_not_blamed_for_what_follows_from_them(mistakes):
@@ -185,25 +185,21 @@ def test_a_model_by_its_dimensions(make_spec):
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        (
-            "num_heads: 8, num_kv_heads: 3",
-            "HF023 model.num_kv_heads: 3 does not divide the 8 heads",
-        ),
-        ("num_heads: 7", "HF023 model.num_heads: 7 does not divide dim 64"),
-        ("num_heads: 64", "HF023 model.head_dim: heads of 1 are odd"),
-        ("num_heads: 8, vocab_sise: 3", "did you mean model.vocab_size?"),
+        ("num_heads: 8, num_kv_heads: 3", "HF023 model.num_kv_heads: 3 ... 8"),
+        ("num_heads: 7", "HF023 model.num_heads: 7 ... 64"),
+        ("num_heads: 64", "HF023 model.head_dim: ... 1"),
+        ("num_heads: 8, vocab_sise: 3", "HF010 model.vocab_sise: ... model.vocab_size?"),
     ],
 )
 def test_dimensions_that_contradict_each_other(mistakes, dims, message):
     model = f"model={{num_layers: 2, dim: 64, ffn_dim: 128, vocab_size: 512, {dims}}}"
-    assert any(message in line for line in mistakes(model, "layout.tp=1"))
+    said = mistakes(model, "layout.tp=1")
+    assert any(all(part in line for part in message.split(" ... ")) for line in said)
 
 
 def test_the_byte_tokenizer_needs_256_tokens(mistakes):
     model = "{num_layers: 2, dim: 64, num_heads: 8, ffn_dim: 128, vocab_size: 100}"
-    assert (
-        "HF024 model.vocab_size: 100 is too small" in mistakes(f"model={model}", "layout.tp=1")[0]
-    )
+    assert "HF024 model.vocab_size: 100 " in mistakes(f"model={model}", "layout.tp=1")[0]
 
 
 def test_a_command_line_is_split_as_a_shell_would_but_never_run_by_one(make_spec):
@@ -233,19 +229,19 @@ def test_load_spec_reads_a_config_json_beside_the_job_file(tmp_path, job_text):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "code"),
     [
-        (lambda p: None, "HF001 cannot be read: No such file or directory; check the path"),
-        (lambda p: p.mkdir(), "HF001 cannot be read: Is a directory"),
-        (lambda p: p.write_bytes(b"a: \xff\n"), "HF002 byte 3 is not UTF-8"),
+        (lambda p: None, "HF001"),
+        (lambda p: p.mkdir(), "HF001"),
+        (lambda p: p.write_bytes(b"a: \xff\n"), "HF002 byte 3"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, make, message):
+def test_files_that_cannot_be_read(tmp_path, make, code):
     path = tmp_path / "job.yaml"
     make(path)
     with pytest.raises(UserError) as caught:
         load_spec(path)
-    assert f"{path}: {message}" in str(caught.value)
+    assert f"{path}: {code}" in str(caught.value)
 
 
 def test_a_missing_config_json_is_reported_with_the_other_mistakes(tmp_path, job_text):

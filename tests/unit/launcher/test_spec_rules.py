@@ -25,38 +25,38 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["layout.dp=2"], "HF101 layout.dp: dp 2 x tp 8 x pp 1 x cp 1 = 16 ranks, but 4 nodes x 8 are 32 GPUs; use 4 or auto, or cluster.nodes: 2"),
-        (["layout.dp=7", "layout.tp=1", "layout.pp=3"], "= 21 ranks, but 4 nodes x 8 are 32 GPUs; use cluster.nodes: 3 or 6 with layout.dp: auto"),
-        (["layout.pp=3"], "HF116 layout.dp: auto has no solution: one replica of tp 8 x cp 1 x pp 3 = 24 ranks does not divide the 32 GPUs of 4 nodes; use cluster.nodes: 3 or 6"),
-        (["layout.tp=16", "layout.allow_tp_across_nodes=true"], "HF103 layout.tp: 16 does not divide the 8 KV heads of llama3-8b; use 8, 4, 2 or 1"),
-        (["layout.tp=8", "cluster={nodes: 8, gpus_per_node: 4, gpu: B200}"], "HF104 layout.tp: tensor-parallel groups of 8 reach beyond 4 GPUs"),
+        (["layout.dp=2"], "HF101 layout.dp: dp 2 x tp 8 x pp 1 x cp 1 = 16 ... 4 nodes x 8 ... 32 GPUs; use 4 or auto, or cluster.nodes: 2"),
+        (["layout.dp=7", "layout.tp=1", "layout.pp=3"], "HF101 ... = 21 ... 32 GPUs; use cluster.nodes: 3 or 6 with layout.dp: auto"),
+        (["layout.pp=3"], "HF116 layout.dp: auto ... tp 8 x cp 1 x pp 3 = 24 ... 32 GPUs ... use cluster.nodes: 3 or 6"),
+        (["layout.tp=16", "layout.allow_tp_across_nodes=true"], "HF103 layout.tp: 16 ... 8 KV heads of llama3-8b; use 8, 4, 2 or 1"),
+        (["layout.tp=8", "cluster={nodes: 8, gpus_per_node: 4, gpu: B200}"], "HF104 layout.tp: ... 8 ... 4 GPUs"),
         (["layout.tp=4", "layout.order=[dp, tp, cp, pp]"], "HF104"),
-        (["layout={cp: 8}", "train.seq_len=1000"], "HF105 layout.cp: seq_len 1000 does not divide into 2*cp = 16 zigzag halves; use 4, 2 or 1, or train.seq_len: 992"),
-        (["train.seq_len=1001"], "HF106 layout.tp: 8 does not divide the 1001 tokens of a sequence; use 1, or train.seq_len: 1000"),
-        (["layout.cp=4", "train.seq_len=1000"], "HF106 layout.tp: 8 does not divide the 250 tokens of each cp rank"),
-        (["layout={pp: 16}", f"model={TINY}"], "HF109 layout.pp: 16 is more than the 4 layers of the model; use 4, 2 or 1"),
-        (["layout={pp: 2, schedule: interleaved, interleave: 4}", f"model={TINY}"], "HF109 layout.pp: 2 x interleave 4 = 8 stages is more than the 4 layers"),
-        (["layout={pp: 4}", "train.global_batch=16"], "HF110 train.global_batch: 16 sequences are 2 micro-batches per dp rank, fewer than the 4 pipeline stages; use 32"),
-        (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=48"], "HF111 train.global_batch: the interleaved schedule runs a multiple of pp 4 micro-batches per dp rank, not 6; use 32 or 64"),
-        (["train.micro_batch=3"], "HF112 train.global_batch: 64 sequences are not a whole number of micro-batches of 3; use 63 or 72, or train.micro_batch: 2 or 1"),
-        (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 sequences are 16 micro-batches of 1, fewer than dp 32 (more tp, cp or pp make it smaller); use 32"),
-        (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 does not divide dp 4; use 2 or 1"),
-        (["layout.ep=2"], "HF121 layout.ep: 2 does not divide the 1 expert of a layer; use 1"),
-        (["model=mixtral-8x7b", "layout.ep=6"], "HF121 layout.ep: 6 does not divide the 8 experts of a layer; use 4, 2 or 1"),
-        (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 does not divide dp 4; use 4, 2 or 1"),
-        (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 does not divide dp/dp_replicate 4 / 2; use 2 or 1"),
-        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: blocks whose tokens choose experts are not compiled; use train.compile: false"),
-        (["train.float8=true", "train.precision=fp32"], "HF133 train.float8: float8 is for products in bf16, and precision is fp32; use train.precision: bf16, or train.float8: false"),
-        (["train.float8=true", "cluster.gpu=A100-80GB-SXM"], "HF133 train.float8: A100-80GB-SXM does not multiply in float8; use train.float8: false"),
-        (["train.float8=true", "model=mixtral-8x7b"], "HF133 train.float8: experts multiply in bf16"),
-        (["train.float8=true", f"model={PLUGIN}", "layout.tp=1"], "HF133 train.float8: what the layers of a plug-in multiply is not known"),
-        (["train.float8=true", f"model={TINY}", "layout.tp=8"], "HF132 train.float8: 16 does not divide what a rank multiplies: queries 8, keys 8, SwiGLU width 12; use layout.tp: 2 or 1, or train.float8: false"),
-        (["train.float8=true", "train.seq_len=8200"], "HF132 train.float8: 16 does not divide what a rank multiplies: tokens of a micro-batch 8200"),
+        (["layout={cp: 8}", "train.seq_len=1000"], "HF105 layout.cp: seq_len 1000 ... 2*cp = 16 ... use 4, 2 or 1, or train.seq_len: 992"),
+        (["train.seq_len=1001"], "HF106 layout.tp: 8 ... 1001 tokens ... use 1, or train.seq_len: 1000"),
+        (["layout.cp=4", "train.seq_len=1000"], "HF106 layout.tp: 8 ... 250 tokens"),
+        (["layout={pp: 16}", f"model={TINY}"], "HF109 layout.pp: 16 ... 4 layers ... use 4, 2 or 1"),
+        (["layout={pp: 2, schedule: interleaved, interleave: 4}", f"model={TINY}"], "HF109 layout.pp: 2 x interleave 4 = 8 ... 4 layers"),
+        (["layout={pp: 4}", "train.global_batch=16"], "HF110 train.global_batch: 16 ... 2 micro-batches ... 4 pipeline stages; use 32"),
+        (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=48"], "HF111 train.global_batch: ... pp 4 ... 6; use 32 or 64"),
+        (["train.micro_batch=3"], "HF112 train.global_batch: 64 ... 3; use 63 or 72, or train.micro_batch: 2 or 1"),
+        (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 ... 16 micro-batches of 1 ... dp 32 ... use 32"),
+        (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 ... dp 4; use 2 or 1"),
+        (["layout.ep=2"], "HF121 layout.ep: 2 ... 1 expert ... use 1"),
+        (["model=mixtral-8x7b", "layout.ep=6"], "HF121 layout.ep: 6 ... 8 experts ... use 4, 2 or 1"),
+        (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 ... dp 4; use 4, 2 or 1"),
+        (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 ... 4 / 2; use 2 or 1"),
+        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: ... use train.compile: false"),
+        (["train.float8=true", "train.precision=fp32"], "HF133 train.float8: ... fp32; use train.precision: bf16, or train.float8: false"),
+        (["train.float8=true", "cluster.gpu=A100-80GB-SXM"], "HF133 train.float8: A100-80GB-SXM ... use train.float8: false"),
+        (["train.float8=true", "model=mixtral-8x7b"], "HF133 train.float8: experts"),
+        (["train.float8=true", f"model={PLUGIN}", "layout.tp=1"], "HF133 train.float8: ... plug-in"),
+        (["train.float8=true", f"model={TINY}", "layout.tp=8"], "HF132 train.float8: 16 ... queries 8, keys 8, SwiGLU width 12; use layout.tp: 2 or 1, or train.float8: false"),
+        (["train.float8=true", "train.seq_len=8200"], "HF132 train.float8: 16 ... 8200"),
     ],
 )  # fmt: skip
 def test_each_rule_has_its_code_values_and_way_out(mistakes, sets, message):
     (line,) = mistakes(*sets)
-    assert message in line
+    assert all(part in line for part in message.split(" ... "))
 
 
 @pytest.mark.parametrize(
@@ -198,25 +198,22 @@ def test_what_the_schedules_run():
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("layout", "value"),
     [
-        ("{dp: auto}", "FSDP shards every parameter, so nothing has replicas to compare"),
-        ("{dp: auto, tp: 4}", "so only norms, over tp, have replicas to compare"),
-        (
-            "{dp: auto, dp_replicate: 2}",
-            "of two replicas that differ nobody can say which is wrong",
-        ),
+        ("{dp: auto}", "FSDP"),
+        ("{dp: auto, tp: 4}", "over tp"),
+        ("{dp: auto, dp_replicate: 2}", "two replicas"),
         ("{dp: auto, dp_replicate: 4}", None),
     ],
 )
-def test_comparing_replicas_wants_three_of_them(make_spec, layout, message):
+def test_comparing_replicas_wants_three_of_them(make_spec, layout, value):
     said = [p for p in make_spec(f"layout={layout}").warnings if p.code == "HF157"]
     assert not said, "nothing is compared by default"
     spec = make_spec(f"layout={layout}", "numbers.replica_check_steps=10")
     said = [p for p in spec.warnings if p.code == "HF157"]
-    assert len(said) == (message is not None)
+    assert len(said) == (value is not None)
     for problem in said:
-        assert message in problem.message
+        assert value in problem.message
         assert [*problem.offers[0].values()] == [4]
 
 

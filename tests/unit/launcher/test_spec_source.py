@@ -61,24 +61,24 @@ def test_every_key_knows_its_line():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "job.yaml: HF004 the file is empty"),
+        ("", "job.yaml: HF004"),
         ("# nothing\n", "HF004"),
-        ("- 1\n", "job.yaml:1: HF005 expected a mapping of sections (`name: my-run` ...), found a list"),
-        ("hello\n", "found the text 'hello'"),
-        ("a:\n\tb: 1\n", "job.yaml:2: HF003 a tab is used for indentation; YAML wants spaces"),
-        ("a: [\n", "HF003 not YAML"),
-        ("a: b: c\n", "job.yaml:1: HF003 not YAML: mapping values are not allowed"),
-        ("a: \x00\n", "HF003 character 0 is not allowed"),
-        ("a: 1\n---\nb: 1\n", "HF007 a second document starts here"),
-        ("apiVersion: v1\n---\na: 1\n", "HF007 this is a manifest of Kubernetes, not a job file"),
-        ("apiVersion: v1\nkind: Pod\n", "HF007 this is a manifest of Kubernetes"),
-        ("a: " + "[" * 5000, "HF003 nested too deeply"),
-        ("a: " + "[" * 500_000 + "]" * 500_000, "HF003 nested too deeply"),
-        ("- " * 5000, "HF003 nested too deeply"),
-        ('{"a": "\\ud83d\\ude00"}', "job.yaml:1: HF015 half of a surrogate pair"),
-        ("a: *x\n", "job.yaml:1: HF003 not YAML: the alias *x stands for nothing"),
-        ("a: \ud800\n", "HF003 not YAML"),
-        ("a: &x [*x]\n", "HF007 a[0]: aliases that contain themselves"),
+        ("- 1\n", "job.yaml:1: HF005"),
+        ("hello\n", "HF005 ... 'hello'"),
+        ("a:\n\tb: 1\n", "job.yaml:2: HF003"),
+        ("a: [\n", "HF003"),
+        ("a: b: c\n", "job.yaml:1: HF003"),
+        ("a: \x00\n", "HF003 character 0"),
+        ("a: 1\n---\nb: 1\n", "HF007"),
+        ("apiVersion: v1\n---\na: 1\n", "HF007 ... Kubernetes"),
+        ("apiVersion: v1\nkind: Pod\n", "HF007 ... Kubernetes"),
+        ("a: " + "[" * 5000, "HF003"),
+        ("a: " + "[" * 500_000 + "]" * 500_000, "HF003"),
+        ("- " * 5000, "HF003"),
+        ('{"a": "\\ud83d\\ude00"}', "job.yaml:1: HF015"),
+        ("a: *x\n", "job.yaml:1: HF003 ... *x"),
+        ("a: \ud800\n", "HF003"),
+        ("a: &x [*x]\n", "HF007 a[0]:"),
         ("a" * ((1 << 20) + 1), "HF002"),
     ],
 )  # fmt: skip
@@ -146,19 +146,19 @@ def test_of_very_many_problems_some_are_told():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: 1\na: 2\n", "job.yaml:2: HF006 a: duplicate key, first in line 1; keep one"),
-        ("a: !!python/object:os.system x\n", "HF007 a: the tag tag:yaml.org,2002:python/object"),
-        ("a: !foo {b: 1}\n", "HF007 a: the tag !foo is not allowed"),
-        ("a: {<<: {b: 1}}\n", "HF007 a: only plain keys are allowed here"),
+        ("a: 1\na: 2\n", "job.yaml:2: HF006 a: ... line 1"),
+        ("a: !!python/object:os.system x\n", "HF007 a: ... tag:yaml.org,2002:python/object"),
+        ("a: !foo {b: 1}\n", "HF007 a: ... !foo"),
+        ("a: {<<: {b: 1}}\n", "HF007 a:"),
         ("? [a, b]\n: 2\n", "HF007"),
-        ("a: !foo [1]\n", "HF007 a: the tag !foo is not allowed"),
+        ("a: !foo [1]\n", "HF007 a: ... !foo"),
         ("a: " + "9" * 5000 + "\n", "HF013 a: '9999"),
-        ("a: 0b1\n", "HF013 a: '0b1' cannot be read as a number"),
+        ("a: 0b1\n", "HF013 a: '0b1'"),
     ],
 )
 def test_smaller_mistakes_are_kept_for_the_report(text, problem):
     (found,) = read_source(text, "job.yaml").problems
-    assert problem in str(found)
+    assert all(part in str(found) for part in problem.split(" ... "))
 
 
 @pytest.mark.parametrize("text", ["_", "-_", "+__", "._", "0o_", "0x_", "0b_", "-._e+1"])
@@ -177,17 +177,17 @@ def test_sets_override_add_and_win_in_order():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a.b", "--set a.b: HF008 expected section.key=value"),
-        ("=1", "HF008 expected section.key=value"),
-        ("a..b=1", "HF008 expected section.key=value"),
-        ("a.b.c=1", "HF008 a.b is the number 1, not a section"),
-        ("a.b=[", "HF008 the value cannot be read"),
-        ("a.b=!x 1", "HF008 the value cannot be read"),
+        ("a.b", "--set a.b: HF008 ... section.key=value"),
+        ("=1", "HF008 ... section.key=value"),
+        ("a..b=1", "HF008 ... section.key=value"),
+        ("a.b.c=1", "HF008 a.b ... 1"),
+        ("a.b=[", "HF008"),
+        ("a.b=!x 1", "HF008"),
     ],
 )
 def test_sets_that_cannot_be_applied(text, problem):
     (found,) = read_source("a: {b: 1}\n", "job.yaml", [text]).problems
-    assert problem in str(found)
+    assert all(part in str(found) for part in problem.split(" ... "))
 
 
 @pytest.mark.parametrize(
@@ -249,5 +249,5 @@ def test_any_text_is_read_or_refused(text):
 
 def test_describe_stays_short():
     assert len(describe("x" * 1000)) < 80
-    assert describe(10**100) == "a huge number"
-    assert describe(True) == "the truth value true"
+    assert len(describe(10**100)) < 80
+    assert describe(True).endswith(" true")

@@ -11,6 +11,7 @@ from synthetic_record import Stream, config_of
 
 from launcher.doctor.why import explain
 from launcher.local.job import AttemptResult, job_code
+from launcher.platforms.background import NEVER_STARTED
 from launcher.platforms.base import (
     EXIT_INTERRUPTED,
     EXIT_LOST,
@@ -68,15 +69,14 @@ def failed(kind: str = "crash") -> Stream:
 def test_a_run_interrupted_before_its_agents_listened_has_not_failed(tmp_path):
     why = told(tmp_path, before_workers(), EXIT_INTERRUPTED)
     assert why.state is JobState.CANCELLED
-    assert why.short == "it was interrupted by Ctrl-C"
-    assert why.how_to_fix == f"resume with: holdfast run --resume {tmp_path}"
+    assert f"holdfast run --resume {tmp_path}" in why.how_to_fix
 
 
 @pytest.mark.parametrize("begun", [before_workers, before_a_step])
 def test_what_was_stopped_before_it_saved_is_not_called_saved(tmp_path, begun):
     why = told(tmp_path, stopped(begun()), 91)
     assert why.state is JobState.STOPPED
-    assert why.short == "it was stopped before anything was saved and ended with code 91"
+    assert "91" in why.short
     assert "saved" not in why.how_to_fix
 
 
@@ -85,7 +85,7 @@ def test_what_was_saved_is_named(tmp_path):
     stream.add("checkpoint.committed", step=7)
     why = told(tmp_path, stopped(stream), 91)
     assert why.state is JobState.SAVED
-    assert why.short == "it has saved its state at step 7 and ended with code 91"
+    assert all(value in why.short for value in ("step 7", "91"))
 
 
 def test_of_a_script_that_says_it_saved_nothing_else_is_known(tmp_path):
@@ -93,7 +93,8 @@ def test_of_a_script_that_says_it_saved_nothing_else_is_known(tmp_path):
     stream.add("worker.started", node="node0", pid=1)
     why = told(tmp_path, stopped(stream), 91)
     assert why.state is JobState.SAVED
-    assert why.short == "it was stopped on request and ended with code 91: SIGTERM"
+    assert all(value in why.short for value in ("91", "SIGTERM"))
+    assert "step" not in why.short
 
 
 def test_a_failure_names_rank_evidence_and_how_to_fix_it(tmp_path):
@@ -101,7 +102,7 @@ def test_a_failure_names_rank_evidence_and_how_to_fix_it(tmp_path):
     log.parent.mkdir(parents=True)
     log.write_bytes(b"".join(b"line %d\n" % n for n in range(1000)) + b"\xff\n")
     why = told(tmp_path, failed(), 94)
-    assert "first failure: rank 1 on node1, epoch 1: crash: ValueError: no" in why.more
+    assert any("rank 1 on node1, epoch 1: crash: ValueError: no" in line for line in why.more)
     assert (why.log, why.log_lines[-2:]) == (log, ["line 999", "�"])
     assert len(why.log_lines) < 20
     assert (why.failure["node"], why.failure["rank"], why.failure["kind"]) == ("node1", 1, "crash")
@@ -115,7 +116,7 @@ def test_a_failure_that_an_epoch_recovered_from_did_not_end_the_job(tmp_path):
     why = told(tmp_path, stream, 93)
     assert "HF517" in why.short
     assert why.failure is None
-    assert not any("first failure" in line for line in why.more)
+    assert not any("rank 1" in line for line in why.more)
 
 
 def test_where_no_worker_failed_an_agents_log_is_the_evidence(tmp_path):
@@ -133,7 +134,7 @@ def test_reasons_of_an_earlier_attempt_do_not_count(tmp_path):
     stream.t += 1
     why = told(tmp_path, stream.start(attempt=2), EXIT_LOST)
     assert "old" not in why.short
-    assert "every agent is gone" in why.how_to_fix
+    assert f"holdfast run --resume {tmp_path}" in why.how_to_fix
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def refused(code, reason):
     [
         (failed("user_error"), 93, True),
         (Stream().start(), 93, True),  # no worker failed: a run that another job holds
-        (refused(93, "HF523 no epoch can begin"), 93, False),
+        (refused(93, "HF523"), 93, False),
         (failed("crash"), 93, False),
         (failed("user_error"), 94, False),
     ],
@@ -199,7 +200,7 @@ def test_a_run_that_no_launcher_has_started_runs_by_its_record(tmp_path, silent_
     (tmp_path / "events" / "agent-node0.jsonl").write_text("".join(lines))
     [found] = run_statuses([find_run(str(tmp_path), tmp_path)])
     assert found.state == state
-    assert "never started" not in str(detail_lines(found, time.time()))
+    assert NEVER_STARTED not in str(detail_lines(found, time.time()))
 
 
 def test_a_parked_run_says_which_numbers_of_nodes_cannot_run_it(tmp_path):
