@@ -178,13 +178,15 @@ class Side:
         return told["words"], told["reason"]
 
     def state(self) -> dict:
-        """Return the state and the training's part of `status --json`, nodes by their order."""
+        """Return the state, the training's part and the findings' kinds of `status --json`."""
         found = json.loads(self.cli("status", RUN, "--json")[0])
         training = json.dumps(found["training"])
         for index, node in enumerate(self.nodes):
             training = training.replace(node, f"<node {index}>")
         training = {**json.loads(training), "last_event_unix": None}
-        return {"state": found["state"], "training": training, "problem": found["problem"]}
+        kinds = [each["kind"] for each in found["findings"]]
+        told = {"state": found["state"], "training": training, "problem": found["problem"]}
+        return {**told, "findings": kinds}
 
 
 class SlurmSide(Side):

@@ -80,15 +80,16 @@ def test_check_looks_at_this_machine_when_the_job_would_run_here(job, capsys):
     assert run_cli(["check", job, "--to", "local"]) == 2
     assert "HF201 data.path" in capsys.readouterr().err
     assert run_cli(["check", job, "--to", "moon"]) == 2
-    assert "HF206 moon is not a target; use local" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "HF206 moon" in err
+    assert "use local" in err
 
 
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_a_missing_file_is_the_users_mistake(command, capsys):
     assert run_cli([command, "gone.yaml"]) == 2
-    assert capsys.readouterr().err == (
-        "gone.yaml: HF001 cannot be read: No such file or directory; check the path\n"
-    )
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("gone.yaml: HF001 ")
 
 
 def test_plan_shows_placement_and_ladder(job, capsys):
@@ -123,7 +124,7 @@ def test_long_lists_are_shortened_unless_all_is_asked_for(capsys):
     path = str(ROOT / "examples" / "llama3-405b.yaml")
     assert run_cli(["plan", path]) == 0
     short = capsys.readouterr().out
-    assert "... 2,032 more nodes (--all shows them)" in short
+    assert "2,032 more nodes (--all" in short
     assert len(short.splitlines()) < 40
     assert run_cli(["plan", path, "--all"]) == 0
     assert "node 1000  " in capsys.readouterr().out
@@ -140,17 +141,18 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "values"),
     [
-        (["chek"], "no such command 'chek'; did you mean check?"),
-        (["zzz"], "no such command 'zzz'; use check, plan"),
-        (["check"], "Missing argument 'JOB'"),
-        (["plan", "x", "--nodes", "0"], "0 is not in the range x>=1"),
+        (["chek"], ("'chek'", " check?")),
+        (["zzz"], ("'zzz'", "use check, plan")),
+        (["check"], ("'JOB'",)),
+        (["plan", "x", "--nodes", "0"], ("--nodes", "x>=1")),
     ],
 )
-def test_mistakes_on_the_command_line_exit_with_2(args, said, capsys):
+def test_mistakes_on_the_command_line_exit_with_2(args, values, capsys):
     assert run_cli(args) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert all(value in err for value in values)
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "schema"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_literals_are_of_what_must_match(pattern: str, literals: set[str]) -> No
 
 @pytest.mark.parametrize("pattern", ["", "a*", "(?:ab)?", "abc|.*", "[a-z]", "(?!ab)", "(a|b?)"])
 def test_a_pattern_that_matches_without_a_fixed_string_is_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="no fixed string"):
+    with pytest.raises(ValueError, match=re.escape(repr(pattern))):
         literals_of(pattern)
 
 
@@ -156,7 +157,8 @@ def test_what_could_not_be_read_is_told_with_every_diagnosis(tmp_path: Path) -> 
     (tmp_path / "core").write_bytes(bytes(range(1, 32)) * 99)
     found = diagnose([str(tmp_path)], tmp_path, io.BytesIO())
     assert found.name == "same_data"
-    assert found.unread == (f"{tmp_path / 'core'}: binary, not a log",)
+    [unread] = found.unread
+    assert unread.startswith(f"{tmp_path / 'core'}: ")
 
 
 WATCHDOG = (
@@ -185,7 +187,7 @@ def test_a_flight_recorders_dump_runs_no_code() -> None:
     }
     [work] = works_of(json.dumps({"entries": [entry]}).encode(), 5)
     assert (work.rank, work.number, work.operation, work.elements) == (5, 3, "all_reduce", 6)
-    with pytest.raises(ValueError, match="not a flight recorder"):
+    with pytest.raises(ValueError, match="flight recorder"):
         works_of(pickle.dumps({"entries": [entry]}), 5)
 
 

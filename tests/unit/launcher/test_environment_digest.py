@@ -92,11 +92,9 @@ def test_changes_are_named(venv):
     install(venv, "new", "3")
     now = describe(venv=venv, image=None)
     assert now.digest != before.digest
-    assert changes(before, now) == [
-        "my-pkg 1.0 was built or installed again",
-        "new none -> 3",
-        "torch 2.13.0 -> 2.13.1",
-    ]
+    again, *others = changes(before, now)
+    assert again.startswith("my-pkg 1.0 ")
+    assert others == ["new none -> 3", "torch 2.13.0 -> 2.13.1"]
 
 
 def test_a_change_at_a_restart_is_an_event(venv, recorded):
@@ -113,7 +111,7 @@ def test_a_change_at_a_restart_is_an_event(venv, recorded):
 def test_an_environment_that_is_gone_is_told_and_stops_nothing(venv, recorded):
     venv.rename(venv.with_name("gone"))
     (said,) = warn_if_changed(recorded)
-    assert "is not a folder" in said
+    assert str(venv) in said
     assert events(recorded)[-1][0] == "environment.changed"
 
 
@@ -134,7 +132,7 @@ def test_nothing_recorded_is_nothing_to_compare(run_dir):
 def test_a_damaged_record_is_told(run_dir):
     (run_dir / "environment.json").write_text(json.dumps({"x": 1}))
     (said,) = warn_if_changed(run_dir)
-    assert "cannot be read" in said
+    assert "environment.json" in said
 
 
 def test_images(tmp_path, run_dir):

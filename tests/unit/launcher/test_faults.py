@@ -53,19 +53,19 @@ def test_valid_forms(text, fault):
     [
         ("kill-node", "HF601", "ACTION[:TARGET]@STEP"),
         ("kill-node:-1@3", "HF601", "valid:"),
-        ("kill-nod:1@3", "HF601", "did you mean kill-node?"),
-        ("kill-node@3", "HF602", "needs a target"),
+        ("kill-nod:1@3", "HF601", " kill-node?"),
+        ("kill-node@3", "HF602", "kill-node:"),
         ("kill-coordinator:1@3", "HF602", "write kill-coordinator@3"),
         ("kill-node:4@3", "HF602", "use 0 to 3"),
         ("kill-worker:8@3", "HF602", "use 0 to 7"),
         ("kill-node:1@0", "HF603", "use 1 to 99"),
         ("kill-node:1@100", "HF603", "train.steps is 100"),
         ("kill-node:1@100/save", "HF603", "use 0 to 99"),
-        ("kill-node:1@3/sav", "HF601", "unknown phase sav; did you mean save?"),
+        ("kill-node:1@3/sav", "HF601", " save?"),
         ("kill-node:1@/save", "HF601", "ACTION[:TARGET]@STEP"),
-        ("kill-agent@3", "HF602", "needs a target"),
+        ("kill-agent@3", "HF602", "kill-agent:"),
         ("pause-worker:8@3", "HF602", "use 0 to 7"),
-        ("spin-worker@3", "HF602", "needs a target"),
+        ("spin-worker@3", "HF602", "spin-worker:"),
         ("spin-worker:8@3", "HF602", "use 0 to 7"),
     ],
 )
@@ -78,7 +78,7 @@ def test_mistakes_name_the_way_out(text, code, says):
 
 
 def test_a_fault_before_the_step_a_run_starts_from_would_strike_late():
-    with pytest.raises(UserError, match=r"use 7 to 99 .*, the run starts from step 6\)"):
+    with pytest.raises(UserError, match=r"HF603.*use 7 to 99 .*step 6\)"):
         parse_faults(["kill-node:1@6"], **RUN, start_step=6)
     assert parse_fault("kill-node:1@7", **RUN, start_step=6).step == 7
 

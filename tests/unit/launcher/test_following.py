@@ -333,7 +333,7 @@ def test_restart_leaves_a_job_that_cannot_save_in_time_running(slurm, capsys, qu
 def test_restart_is_for_what_runs(slurm, capsys):
     assert "HF662" in cli(capsys, "restart", "one", code=2)[1]
     slurm.is_now("SUSPENDED", start=SUBMIT)
-    assert "is suspended" in cli(capsys, "restart", "one", code=2)[1]
+    assert "HF662" in cli(capsys, "restart", "one", code=2)[1]
     assert slurm.calls("scancel") == []
 
 

@@ -117,8 +117,8 @@ def test_a_healthy_gpu_has_no_problem_and_an_identity():
         ("pending>No", "pending>Yes", "warn", "remap"),
         ("failure>No", "failure>Yes", "fail", "replaced"),
         ("exceeded>No", "exceeded>Yes", "fail", "SRAM"),
-        ("<sram_uncorrectable_parity>0", "<sram_uncorrectable_parity>2", "fail", "2 uncorrect"),
-        ("<dram_uncorrectable>0", "<dram_uncorrectable>1", "fail", "1 uncorrectable ECC error "),
+        ("<sram_uncorrectable_parity>0", "<sram_uncorrectable_parity>2", "fail", " 2 "),
+        ("<dram_uncorrectable>0", "<dram_uncorrectable>1", "fail", " 1 uncorrectable ECC error "),
         ("current_ecc>Enabled", "current_ecc>Disabled", "warn", "ECC"),
         ("action>None", "action>Drain and Reset", "fail", "Drain and Reset"),
         ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "fail", "cooling"),
@@ -126,12 +126,7 @@ def test_a_healthy_gpu_has_no_problem_and_an_identity():
         ("<state>Completed", "<state>In Progress", "fail", "In Progress"),
         ("<status>Success", "<status>Insufficient resources", "fail", "Insufficient"),
         ("<bandwidth>Full", "<bandwidth>Degraded", "fail", "degraded"),
-        (
-            "<processes>\n",
-            USED,
-            "warn",
-            "4711 (python)",
-        ),
+        ("<processes>\n", USED, "warn", "4711 (python)"),
     ],
 )
 def test_each_fault_of_a_gpu_is_named(healthy, sick, level, word):
@@ -201,7 +196,7 @@ def test_xids_that_count_against_the_machine(xid, what, level):
     assert levels(found) == ([] if level is None else [level])
     if found:
         assert f"): {xid}," in found[0][1]
-        assert "2 times since boot" in found[0][1]
+        assert "2 times" in found[0][1]
 
 
 INFORMATION = """\
@@ -320,7 +315,7 @@ def test_a_failed_diagnostic_is_named(version):
     for fine in ("Pass", "PASS", "Skip"):
         assert levels(dcgm_problems("WARNING: something\n" + dcgm(fine, version))) == []
     [(level, words, _)] = dcgm_problems(dcgm("Fail", version))
-    assert (level, words) == ("fail", "DCGM: PCIe on GPU 3: no peer access")
+    assert (level, "PCIe on GPU 3: no peer access" in words) == ("fail", True)
     assert levels(dcgm_problems(dcgm("WARN", version))) == ["warn"]
 
 

@@ -74,7 +74,7 @@ def test_of_endless_complaints_the_end_is_kept(ran):
 def test_a_command_that_does_not_end_in_time(ran):
     ran("true")  # imports what it takes
     began = time.monotonic()
-    with pytest.raises(ExecFailedError, match=r"did not end in 0.5 s"):
+    with pytest.raises(ExecFailedError, match=r"0\.5 s"):
         ran("exec sleep 60", timeout_s=0.5)
     assert time.monotonic() - began < 15.0
 

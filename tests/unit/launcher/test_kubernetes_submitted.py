@@ -33,7 +33,7 @@ def test_a_cluster_that_is_away_makes_jobs_unknown_never_failed(backend, server,
     server.says("GET", Reply(503, "down"))
     answer = backend.status([job])[job]
     assert answer.state is JobState.UNKNOWN
-    assert "busy or away" in answer.reason
+    assert answer.reason.endswith("down")
     gone = JobRef(id=job.id, run_dir=job.run_dir, cluster="nowhere/train")
     assert "HF751" in backend.status([gone])[gone].reason
 
@@ -42,7 +42,7 @@ def test_a_later_submission_of_the_same_name_is_not_ours(backend, server, run):
     job = submit(backend, run)
     former = JobRef(id=job.id, submit_time=job.submit_time - 60, run_dir=job.run_dir,
                     cluster=job.cluster)  # fmt: skip
-    assert backend.status([former])[former].reason == "no such job"
+    assert backend.status([former])[former].reason == NO_SUCH_JOB
 
 
 def test_why_a_lost_node_keeps_a_pod(backend, server, run):
@@ -54,10 +54,10 @@ def test_why_a_lost_node_keeps_a_pod(backend, server, run):
     node = {"metadata": {"name": "n1"}, "status": {"conditions": []}}
     server.put("/api/v1/nodes/n1", node)
     answer = backend.status([job])[job]
-    assert "node n1 is NotReady" in answer.reason
+    assert "NotReady" in answer.reason
     assert "kubectl delete pod tiny-1-worker-1" in answer.words
     server.says("/nodes/", Reply(403, status_object(403, "Forbidden", "no")))
-    assert "does not say that it has ended" in backend.status([job])[job].words
+    assert "NotReady" not in backend.status([job])[job].reason
 
 
 def test_a_kubelet_that_does_not_answer_is_asked_once(backend, server, run, waits):

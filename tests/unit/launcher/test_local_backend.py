@@ -217,7 +217,7 @@ def test_an_agent_that_cannot_start_is_named(tmp_path):
         num_nodes=1,
         command=lambda _: ["/nonexistent/agent"],
     )
-    with pytest.raises(PermanentError, match="node0.*/nonexistent/agent"):
+    with pytest.raises(PermanentError, match=r"node0.*/nonexistent/agent"):
         cluster.start()
 
 

@@ -153,7 +153,7 @@ def test_why_it_stands_still(slurm, capsys):
     log.emit("membership.parked", node="n1", have=1, need=2)
     parked = as_json(capsys, "why", "one")
     assert all(value in parked["why"] for value in ("parked", "1 node", "2"))
-    assert "n2 is lost: no answer" in cli(capsys, "why", "one")[0]
+    assert "n2" in cli(capsys, "why", "one")[0]
 
 
 def test_machines_that_were_excluded_are_named_with_their_pods(slurm, capsys):
@@ -240,7 +240,7 @@ def test_nodes_that_slurm_has_taken_from_the_job(slurm, capsys):
     assert as_json(capsys, "why", "one")["findings"] == answer["findings"]
     assert "holdfast restart one" in cli(capsys, "why", "one")[0]
     out, _ = cli(capsys, "status")
-    assert "one: 1 of 2 nodes: n1 is lost" in out
+    assert "1 of 2 nodes: n1" in out
     # Put back into the queue and started again, the script has not begun yet.
     slurm.is_now("RUNNING", nodes="n[4-6]", start=int(now))
     assert as_json(capsys, "status", "one")["platform"]["nodes_lost"] == []
@@ -249,9 +249,9 @@ def test_nodes_that_slurm_has_taken_from_the_job(slurm, capsys):
 def test_a_suspended_job_is_no_job_that_trains(slurm, capsys):
     slurm.is_now("SUSPENDED", nodes="n[1-2]", start=int(time.time()) - 60)
     trains()
-    out, _ = cli(capsys, "why", "one")
-    assert out.startswith("it is suspended: ")
-    assert "scontrol resume 17" in out
+    answer = as_json(capsys, "why", "one")
+    assert [each["kind"] for each in answer["findings"]] == ["suspended"]
+    assert "scontrol resume 17" in answer["why"]
 
 
 def test_a_script_that_was_submitted_by_hand_is_known_from_its_start_on(slurm, capsys):

@@ -219,7 +219,7 @@ def test_leftovers_are_told_and_live_ones_are_not(tmp_path, monkeypatch):
         fcntl.flock(owner, fcntl.LOCK_EX)
         finding = checks.check_leftovers(Expected())
     assert finding.level == "warn"
-    assert finding.text.startswith("1 file or folders")
+    assert finding.text.startswith("1 ")
     assert "holdfast-r-n1-a" in finding.text
 
 

@@ -102,7 +102,7 @@ def test_a_slow_and_a_broken_node_among_eight_are_found(tmp_path, death):
     assert process.returncode == 1, table
     assert len(rounds) <= 4, rounds  # log2(8) + 1
     assert [row[0] for row in rows] == ["ok", "ok", "fail", "ok", "ok", "fail", "ok", "ok"], table
-    assert "6 of 8 nodes fit" in table
+    assert "6 of 8 nodes" in table
     gone(set(found.values()))
 
 
@@ -153,5 +153,6 @@ def test_findings_name_what_to_look_at():
     found = {node: finding(verdicts, node, 5) for node in "abcde"}
     assert [found[n].level for n in "abcde"] == ["fail", "fail", "warn", "warn", "ok"]
     assert "c, d" in found["c"].text
-    assert "both are slow" in finding(Verdicts(), "a", 2).text
-    assert "both are slow" not in finding(Verdicts(), "a", 3).text
+    two, three = (finding(Verdicts(), "a", nodes).text for nodes in (2, 3))
+    assert two.startswith(three)
+    assert two != three

@@ -56,7 +56,7 @@ def test_containers_are_entered(make_spec):
 
 @given(st.text(max_size=200))
 def test_other_files_are_refused(text):
-    with pytest.raises(ValueError, match="not a script"):
+    with pytest.raises(ValueError, match="script"):
         read_script(text)
 
 
@@ -90,9 +90,8 @@ def test_ranks_are_where_the_newest_epoch_put_them(tmp_path):
     found = workers_of(tmp_path)
     assert {rank: (w.node, w.pid) for rank, w in found.items()} == {0: ("n1", 20), 1: ("n3", 21)}
     assert worker_of(tmp_path, 1).node == "n3"
-    with pytest.raises(UserError, match="ranks 0 to 1 run") as error:
+    with pytest.raises(UserError, match=r"HF662.* 0 to 1"):
         worker_of(tmp_path, 2)
-    assert error.value.code == "HF662"
 
 
 def test_a_step_runs_beside_the_jobs_own(running):

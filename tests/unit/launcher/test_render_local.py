@@ -71,7 +71,7 @@ def test_absolute_paths_stay_and_checkpoints_default_to_the_run(make_spec):
 
 def test_a_home_that_nobody_has_is_the_users_mistake(make_spec):
     spec = make_spec("data.path=~0/corpus")
-    with pytest.raises(UserError, match="HF201 ~0/corpus: nobody here has the home ~0"):
+    with pytest.raises(UserError, match="HF201 ~0/corpus: "):
         render_local(spec, plan(spec), **PLACES)
 
 

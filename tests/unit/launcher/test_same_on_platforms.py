@@ -102,22 +102,22 @@ def is_on_a_platform_that_is_away(side):
 
 
 CASES = {
-    waits: "it waits: <the platform's words>",
-    starts: "it runs, but its agents have not written anything yet",
-    trains: "nothing is wrong: running, step 3/60, loss 2.2000",
-    stands_still: "no step for <age> (steps take 1 s): step 3/60",
-    recovers: "1 of 2 nodes: <node 1> is lost",
-    is_parked: "it is parked: 1 node left, the smallest layout needs 2",
-    has_done_it: "it has done its last step",
-    would_fail_again: "it failed with code 93: it would fail again",
-    used_its_budget_up: "it failed with code 94: 4 failures in 86400 s",
-    failed_before_it_wrote_anything: "it failed with code 93: ",
-    was_cancelled: "it was cancelled",
-    was_cancelled_and_saved: "it has saved its state at step ",
-    is_forgotten: "it has done its last step",
-    is_on_a_platform_that_is_away: "unknown: <the platform's words>",
+    waits: ("pending", None, None),
+    starts: ("running", None, None),
+    trains: ("running", "training", None),
+    stands_still: ("running", "training", None, "no_progress"),
+    recovers: ("running", "recovering", None, "nodes_lost"),
+    is_parked: ("running", "parked", None, "nodes_lost"),
+    has_done_it: ("done", "ending", 0),
+    would_fail_again: ("failed", "ending", 93),
+    used_its_budget_up: ("failed", "ending", 94),
+    failed_before_it_wrote_anything: ("failed", None, None),
+    was_cancelled: ("cancelled", "training", None),
+    was_cancelled_and_saved: ("saved", "ending", 91),
+    is_forgotten: ("done", "ending", 0),
+    is_on_a_platform_that_is_away: ("unknown", "training", None),
 }
-"""What has happened -> how the answer of `why` begins."""
+"""What has happened -> the run's state, the training's, its exit code, kinds of findings."""
 ENDS = (has_done_it, would_fail_again)
 """Kinds differ in what their ends are called."""
 COMMANDS = (
@@ -161,9 +161,11 @@ def test_a_run_reads_the_same(sides, case):
         case(side)
     for words in COMMANDS:
         assert other.reads(*words) == one.reads(*words), words
-    assert other.state() == one.state()
-    assert one.reads("why", RUN)[0].startswith(CASES[case])
-    if one.state()["state"] == "failed":
+    told = one.state()
+    assert other.state() == told
+    training = told["training"]
+    assert (told["state"], training["state"], training["code"], *told["findings"]) == CASES[case]
+    if told["state"] == "failed":
         assert other.words()[0].startswith(one.words()[0]), "what a code means, and more"
     if case not in (waits, starts, failed_before_it_wrote_anything):
         shown = one.reads("logs", RUN)

@@ -200,7 +200,7 @@ def test_min_nodes_that_no_rung_reaches_is_a_warning(make_spec):
     planned = plan(make_spec("layout={tp: 8, pp: 2}", "elastic.min_nodes=3"))
     assert planned.ladder.min_nodes == 4
     (warning,) = (found for found in planned.warnings if found.code == "HF151")
-    assert "fewer than 4 nodes cannot be used, though min_nodes is 3" in warning.message
+    assert all(value in warning.message for value in ("4 nodes", "min_nodes is 3"))
 
 
 def test_the_interleaved_schedule_is_padded_on_lower_rungs(make_spec):

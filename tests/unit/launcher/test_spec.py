@@ -87,20 +87,20 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("train.steps='50'", "HF012 train.steps: ... '50'; use 50"),
         ("train.steps=true", "HF012 train.steps: ... true"),
         ("train.steps=", "HF012 train.steps: ... (null)"),
-        ("train.steps=-1", "HF013 train.steps: ... 1, ... -1"),
-        ("train.steps=0", "HF013 train.steps: ... 1"),
+        ("train.steps=-1", "HF013 train.steps: ... least 1, ... number -1"),
+        ("train.steps=0", "HF013 train.steps: ... least 1"),
         ("train.steps=" + "9" * 60, "HF013 train.steps: ... 1,000,000,000,000"),
         ("train.optimizer.lr=.nan", "HF013 train.optimizer.lr:"),
         ("train.optimizer.lr=.inf", "HF013 train.optimizer.lr:"),
-        ("train.optimizer.lr=0", "HF013 train.optimizer.lr: ... 0"),
+        ("train.optimizer.lr=0", "HF013 train.optimizer.lr: ... than 0"),
         ("train.compile=yes", "HF012 train.compile: ... true or false ... 'yes'"),
         ("train.precision=fp16", "HF014 train.precision: ... 'fp16' ... use bf16 or fp32"),
-        ("train=5", "HF012 train: ... 5"),
+        ("train=5", "HF012 train: ... number 5"),
         ("layout.dp=all", "HF012 layout.dp: ... auto ... 'all'"),
         ("layout.dp=true", "HF012 layout.dp"),
         ("layout.order=[tp, tp, pp, dp]", "HF117 layout.order: [tp, tp, pp, dp]"),
         ("layout.order=tp", "HF012 layout.order: ... [a, b] ... 'tp'"),
-        ("layout.order=[1, cp, pp, dp]", "HF012 layout.order[0]: ... 1"),
+        ("layout.order=[1, cp, pp, dp]", "HF012 layout.order[0]: ... number 1"),
         ("layout.schedule=zbv", "HF115 layout.schedule: zbv:"),
         ("layout.schedule=ZeroBubble", "HF115"),
         ("layout.schedule=InterleavedZeroBubble", "HF115"),
@@ -109,10 +109,10 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("layout.schedule=interleaved", "HF118 layout.schedule: ... use 1f1b, or layout.interleave: 2"),
         ("layout.interleave=2", "HF118 layout.interleave: 2 ... use 1, or layout.schedule: interleaved"),
         ("name=Llama_3 8B", "use llama-3-8b"),
-        ("name=123", "HF012 name: ... 123"),
+        ("name=123", "HF012 name: ... number 123"),
         ("model=llama3-9b", "HF020 model: llama3-9b ... use llama3-8b"),
         ("model=x/config.json", "HF021 model: x/config.json:"),
-        ("model=5", "HF012 model: ... 5"),
+        ("model=5", "HF012 model: ... number 5"),
         ("model={num_layers: 2, num_heads: 8, ffn_dim: 128, vocab_size: 512}", "HF011 model.dim:"),
         ("data.path=", "HF012 data.path: ... (null)"),
         ("data.path='  '", "HF015 data.path:"),
@@ -137,8 +137,8 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("elastic.sizes=[4, 9]", "HF135 elastic.sizes: 4, 9: ... 1 (min_nodes) to 4"),
         ("elastic.sizes=[2, 1]", "HF135 elastic.sizes: 2, 1: ... 1 (min_nodes) to 4"),
         ("elastic={min_nodes: 2, sizes: [4, 1]}", "HF135 elastic.sizes: 4, 1: ... 2 (min_nodes)"),
-        ("elastic.sizes=[4, 0]", "HF013 elastic.sizes[1]: ... 1"),
-        ("elastic.sizes=[]", "HF135 elastic.sizes: ... 1"),
+        ("elastic.sizes=[4, 0]", "HF013 elastic.sizes[1]: ... least 1"),
+        ("elastic.sizes=[]", "HF135 elastic.sizes: ... from 1"),
         ("elastic.dead_after_s=0.5", "HF123 elastic.dead_after_s: 0.5 s"),
     ],
 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_missing_section_is_named_and_the_rest_still_checked(job_text, mistake
     if key in ("train", "data"):
         kept = [line for line in kept if not line.startswith("  ")]
     found = mistakes("layout.zzz=1", text="\n".join(kept))
-    assert any(line.startswith(f"job.yaml:1: HF011 {key}: is missing") for line in found)
+    assert any(line.startswith(f"job.yaml:1: HF011 {key}: ") for line in found)
     assert any("HF010 layout.zzz" in line for line in found)
 
 
@@ -185,9 +185,9 @@ def test_a_model_by_its_dimensions(make_spec):
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ("num_heads: 8, num_kv_heads: 3", "HF023 model.num_kv_heads: 3 ... 8"),
-        ("num_heads: 7", "HF023 model.num_heads: 7 ... 64"),
-        ("num_heads: 64", "HF023 model.head_dim: ... 1"),
+        ("num_heads: 8, num_kv_heads: 3", "HF023 model.num_kv_heads: 3 ... 8 heads"),
+        ("num_heads: 7", "HF023 model.num_heads: 7 ... dim 64"),
+        ("num_heads: 64", "HF023 model.head_dim: ... of 1"),
         ("num_heads: 8, vocab_sise: 3", "HF010 model.vocab_sise: ... model.vocab_size?"),
     ],
 )
@@ -305,7 +305,7 @@ def test_a_command_keeps_its_number_of_nodes_unless_the_job_says_that_it_may_shr
         "dp2-pp3-cp2-tp4",
         "dp1-pp3-cp2-tp4",
     ]
-    assert "falls to 50% with 3 of 6 nodes unless" in summary_lines(elastic, plan(elastic))[-1]
+    assert "50% with 3 of 6 nodes" in summary_lines(elastic, plan(elastic))[-1]
 
 
 def test_plugins_of_others_are_left_alone():

@@ -83,7 +83,7 @@ def test_every_key_knows_its_line():
     ],
 )  # fmt: skip
 def test_what_is_no_job_file_says_so(text, message):
-    assert message in refusal(text)
+    assert all(part in refusal(text) for part in message.split(" ... "))
 
 
 def test_aliases_do_not_unfold_without_end():
@@ -180,7 +180,7 @@ def test_sets_override_add_and_win_in_order():
         ("a.b", "--set a.b: HF008 ... section.key=value"),
         ("=1", "HF008 ... section.key=value"),
         ("a..b=1", "HF008 ... section.key=value"),
-        ("a.b.c=1", "HF008 a.b ... 1"),
+        ("a.b.c=1", "HF008 a.b ... number 1"),
         ("a.b=[", "HF008"),
         ("a.b=!x 1", "HF008"),
     ],

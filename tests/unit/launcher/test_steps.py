@@ -190,7 +190,7 @@ def test_all_lost_it_says_what_storage_has_and_gives_up_after_a_few_tries(world,
 
     assert world.serve(then=all_lost) == 137
     assert len(world.sruns) == 3 * (1 + LONE_TRIES)
-    assert "checkpoint is step 40" in capsys.readouterr().err
+    assert "step 40" in capsys.readouterr().err
 
 
 def lost_steps(world):

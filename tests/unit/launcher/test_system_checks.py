@@ -249,7 +249,7 @@ def test_parts_that_differ_are_named_alone():
     found = evaluate([*(node(name, "2.28.9") for name in "abc"), node("d", "2.27.3")], Expected())
     [odd] = found[3].findings
     assert (odd.level, "python" in odd.text) == ("fail", False)
-    assert "NCCL 2.27.3; most nodes have NCCL 2.28.9" in odd.text
+    assert odd.text.index("NCCL 2.27.3") < odd.text.index("NCCL 2.28.9")
 
 
 # -- ports -------------------------------------------------------------------------------------
@@ -299,26 +299,26 @@ SELF = process(1, job="7", tracked=True)
 
 
 @pytest.mark.parametrize(
-    ("other", "live", "word"),
+    ("other", "live", "values"),
     [
-        (process(2, job="6", tracked=True), {"7"}, "of job 6, which has ended: kill 2"),
+        (process(2, job="6", tracked=True), {"7"}, ("job 6", "kill 2")),
         (process(2, job="6", tracked=True), {"6", "7"}, None),
         (process(2, job="6", tracked=True), None, None),
         # Another user's: squeue may keep that job from us.
         (process(2, uid=1001, job="6", tracked=True), {"7"}, None),
-        (process(2, job="6", stuck=True, tracked=True), {"7"}, "cannot be killed, reboot"),
-        (process(2, gpus=("nvidia3",)), {"7"}, "holds nvidia3 and is of no job"),
+        (process(2, job="6", stuck=True, tracked=True), {"7"}, ("job 6", "reboot")),
+        (process(2, gpus=("nvidia3",)), {"7"}, ("nvidia3",)),
         (process(2, gpus=("nvidia3",), job="7"), {"7"}, None),
-        (process(2, uid=1001, cpus=3.5), {"7"}, "user 1001 takes 3.5 CPUs outside any job"),
+        (process(2, uid=1001, cpus=3.5), {"7"}, ("user 1001", "3.5 CPUs")),
         (process(2, uid=1001, cpus=0.1), {"7"}, None),
         (process(2, uid=0, cpus=3.5), {"7"}, None),
     ],
 )
-def test_what_is_left_of_ended_jobs_is_named(other, live, word):
+def test_what_is_left_of_ended_jobs_is_named(other, live, values):
     live = None if live is None else frozenset(live)
     found = list(orphans({1: SELF, 2: other}, me=1000, own=frozenset({1}), live=live))
-    assert levels(found) == ([] if word is None else ["warn"])
-    assert word is None or word in found[0][1]
+    assert levels(found) == ([] if values is None else ["warn"])
+    assert all(value in found[0][1] for value in values or ())
 
 
 def test_where_no_cgroup_tells_jobs_others_are_left_alone():
@@ -395,7 +395,7 @@ def test_segments_that_nobody_has_mapped_are_left_over(tmp_path, monkeypatch):
     with (tmp_path / "nccl-open").open():
         assert "nccl-open" in mapped_segments(str(tmp_path))
         text = checks.check_leftovers(Expected()).text
-        assert text.startswith("2 files or folders")
+        assert text.startswith("2 ")
         assert f"as {tmp_path / 'nccl-abc'}" in text
     assert "nccl-open" not in mapped_segments(str(tmp_path))
 
