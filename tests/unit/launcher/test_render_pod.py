@@ -14,6 +14,7 @@ from kubernetes_jobs import (
     template_of,
     variables_of,
 )
+from problem_lines import has_parts
 
 from launcher.render.kubernetes_names import SHM_VOLUME
 from launcher.render.pod import HOSTNAME, METRICS_PORT, without_nodes
@@ -108,7 +109,7 @@ def test_the_grace_covers_the_hook_and_the_shutdown(kind):
 )
 def test_times_that_do_not_fit_are_refused(values, said):
     lines = refused({f"kubernetes.{key}": value for key, value in values.items()})
-    assert any(all(part in line for part in said.split(" ... ")) for line in lines), lines
+    assert has_parts(lines, said), lines
 
 
 def test_pods_have_gpus_memory_and_the_claim(kind):

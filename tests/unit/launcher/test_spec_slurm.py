@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from problem_lines import has_parts
 
 from launcher.plan.search import plan
 from launcher.render.fabric import fabric_variables
@@ -66,8 +67,7 @@ def script(spec):
     ],
 )  # fmt: skip
 def test_mistakes_are_named(mistakes, set_, message):
-    parts, lines = message.split(" ... "), mistakes(set_)
-    assert any(all(part in line for part in parts) for line in lines), lines
+    assert has_parts(mistakes(set_), message), mistakes(set_)
 
 
 def test_a_token_is_refused_and_not_repeated():
