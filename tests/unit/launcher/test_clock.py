@@ -42,7 +42,7 @@ def test_what_is_left_open_is_computed_and_fits():
         "< limit 3600 s"
     )
     assert chain().limit_s is None
-    assert str(clock.limit_s) not in str(chain())
+    assert "None" not in str(chain())
 
 
 def test_a_save_is_predicted_from_the_checkpoint_and_half_of_the_nodes(make_spec):
