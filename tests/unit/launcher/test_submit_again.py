@@ -171,7 +171,7 @@ def test_a_whole_sweep_is_submitted_again_but_for_what_is_done_or_live(fresh, ca
     submit("--sweep", "train.seed=1,2,3,4", "--run-dir", "runs/s")
     capsys.readouterr()
     assert run_cli(["submit", "--resume", "s", "--watch"]) == 2
-    assert "HF610 --resume of a sweep" in capsys.readouterr().err
+    assert "HF610 --resume" in capsys.readouterr().err
     states = ("COMPLETED", "RUNNING", "FAILED", "CANCELLED")
     rows = squeue_rows(*((f"17_{i}", state) for i, state in enumerate(states)))
     fresh.says("squeue", out=rows)
