@@ -276,6 +276,7 @@ def test_what_slurm_would_never_start_is_refused_before_anything_is_made(fresh, 
     asked(fresh)
     told = refused(capsys, "--run-dir", "runs/one")
     assert "job.yaml:4: HF680 cluster.nodes: " in told
+    assert "main" in told
     assert fresh.calls("sbatch") == []
     err = cli(capsys, "check", "job.yaml", "--to", "slurm", "--live", code=2)[1]
     assert "HF680" in err
