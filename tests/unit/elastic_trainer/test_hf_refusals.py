@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -71,7 +72,8 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path, hf_run, hf):
     ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
         try:
-            with pytest.raises(CheckpointError, match=r"HF322 .*raise the limit") as caught:
+            too_big = os.strerror(errno.EFBIG)
+            with pytest.raises(CheckpointError, match=rf"HF322 .*{too_big}") as caught:
                 attempt()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -178,14 +180,14 @@ def test_files_that_disagree_with_the_index_are_refused(tmp_path):
     path = hf / hf_names.INDEX_NAME
     index = json.loads(path.read_text())
     one, other = file_names(2)
-    for wrong, place in ((other, other), (None, "no file")):
+    for wrong in (other, None):
         changed = dict(index["weight_map"])
         name = next(name for name, file in changed.items() if file == one)
         del changed[name]
         if wrong:
             changed[name] = wrong
         path.write_text(json.dumps({"weight_map": changed}))
-        with pytest.raises(InputError, match=rf"HF325 .*{one} holds {name}, .* places in {place}"):
+        with pytest.raises(InputError, match=rf"HF325 .*{one}\b.*\b{name}\b.*{wrong or ''}"):
             import_hf(hf, tmp_path / "run", run_id="r")
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], "more": other}}))
     with pytest.raises(InputError, match=rf"HF325 .*{other} lacks more"):

@@ -67,7 +67,7 @@ def test_an_mlp_with_a_gate_is_not_put_together_from_its_parts(megatron, gated):
     split = megatron._Split(model)
     split.load_state_dict(split.state_dict())
     if gated:
-        with pytest.raises(ValueError, match="2 parts and wanted in 1"):
+        with pytest.raises(ValueError, match=r"\b2\b.*\b1\b"):
             split.load_state_dict({"tp": 2})
     else:
         split.load_state_dict({"tp": 2})
