@@ -105,7 +105,7 @@ def test_lost_nodes_a_restart_on_all_of_them_and_a_lost_batch_host(user, slurm):
     begun = time.monotonic()
     out, _ = user("cancel", "one", "--save")
     commit = RunCheckpoints.of(Path("runs/one")).commits[-1]
-    assert f"saved: step {commit.step}\n" in out
+    assert f"step {commit.step}\n" in out
     assert commit.step >= seen + 3
     # One of the nodes has seen for 30 s that the script is gone, and cancels the job in its place.
     assert time.monotonic() - begun < 120

@@ -447,7 +447,7 @@ def test_a_directory_in_memory_that_is_removed_is_made_again(
         assert (scratch / "snapshots").is_dir()
 
     bench.run(script)
-    assert capfd.readouterr().err.count(" was removed") == 1
+    assert capfd.readouterr().err.count(f"{bench.tmp_path}/holdfast-") == 1
 
 
 @pytest.mark.parametrize("of_memory", [False, True])
@@ -569,7 +569,8 @@ def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
     with pytest.raises(RuntimeError, match="out of order"):
         bench.run(script)
     (ended,) = named(bench.events(), "agent.exit")
-    assert ended.fields == {"code": 1, "reason": "error: RuntimeError: out of order"}
+    assert ended.fields["code"] == 1
+    assert ended.fields["reason"].endswith("RuntimeError: out of order")
     assert len(named(bench.events(), "worker.exit")) == 2
 
 
