@@ -144,7 +144,7 @@ def test_a_node_where_workers_die_at_every_start_leaves_and_the_rest_finishes(tm
     codes, events = run_agents(tmp_path, ONE_NODE, "max_crashes=1")
     (evicted,) = named(events, "member.evicted")
     assert evicted["member"] == "n1"
-    assert re.search(r"\b2\b", evicted["reason"])
+    assert " 2 " in evicted["reason"]
     assert [len(e["members"]) for e in named(events, "epoch.formed")] == [3, 3, 2]
     assert {codes["n0"], codes["n2"]} == {0}
     leads = named(events, "coordinator.elected")[-1]["node"] == "n1"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
@@ -63,7 +61,7 @@ def test_all_workers_of_the_only_node():
     cluster.fail_worker(cluster.up[0], *CRASH, alike=8, of=8)
     cluster.run(cluster.now + 1.0)
     assert cluster.nodes[0].stopped.code == 93
-    assert re.search(r"\b8\b", cluster.nodes[0].stopped.reason)
+    assert " 8 " in cluster.nodes[0].stopped.reason
 
 
 def test_an_error_of_one_node_restarts_and_costs_no_more_than_the_wait():
@@ -255,7 +253,7 @@ def test_a_node_with_seven_of_eight_accelerators_is_refused_and_nobody_waits_for
     cluster.run_until(lambda: unfit.stopped is not None, 5.0)
     assert cluster.run_until(cluster.settled, 5.0) < 1.0
     assert unfit.stopped.code == 92
-    assert re.search(r"\b7\b", unfit.stopped.reason)
+    assert " 7 " in unfit.stopped.reason
     assert [f["member"] for f in events(cluster, "member.refused")] == ["node3"]
     assert len(cluster.up[0].formed.members) == 3
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,7 +78,7 @@ def test_failures_of_pods_with_other_names_add_up_on_their_machine():
     cluster.fail_worker(second)
     cluster.run(cluster.now + 2.0)
     assert second.stopped.code == 92
-    assert re.search(r"\b2\b", second.stopped.reason)
+    assert " 2 " in second.stopped.reason
 
 
 def test_what_was_excluded_outlives_the_coordinator():
