@@ -288,7 +288,7 @@ def broken(play: Play) -> str:
     """Return the assertion that fails in a play."""
     with pytest.raises(AssertionError) as caught:
         run(play)
-    return str(caught.traceback[-1].statement)
+    return str(caught.traceback[-1].statement).strip()
 
 
 @pytest.mark.parametrize("kind", ["drains", "evictions"])
