@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -64,15 +65,17 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+GONE = os.strerror(errno.ENOENT)
 DAMAGE = {
-    "bit": (flip, "__1_0.distcp", "__1_0.distcp has another sha256 than was saved"),
-    "short": (truncate, "__0_0.distcp", "__0_0.distcp has "),
-    "gone": (Path.unlink, "__0_0.distcp", "__0_0.distcp: No such file"),
-    "index": (flip, ".metadata", ".metadata has another sha256"),
-    "no-index": (Path.unlink, ".metadata", ".metadata: No such file"),
-    "manifest": (flip, "manifest.json", "manifest.json has another sha256 than the board"),
-    "directory": (lambda path: shutil.rmtree(path.parent), "manifest.json", "No such file"),
+    "bit": (flip, "__1_0.distcp", "sha256"),
+    "short": (truncate, "__0_0.distcp", "bytes"),
+    "gone": (Path.unlink, "__0_0.distcp", GONE),
+    "index": (flip, ".metadata", "sha256"),
+    "no-index": (Path.unlink, ".metadata", GONE),
+    "manifest": (flip, "manifest.json", "sha256"),
+    "directory": (lambda path: shutil.rmtree(path.parent), "manifest.json", GONE),
 }
+"""Name -> (what is done, to which file, what the reason has beside the file)."""
 
 
 @pytest.mark.scenario
@@ -96,8 +99,9 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path):
         assert (step, digests) == (2, saved[1]), run
         (skipped,) = events(run, "checkpoint.skipped")
         assert skipped.fields["dir"] == "step-000000003-e000001"
-        assert DAMAGE[run.name][2] in skipped.fields["reason"]
-    assert read[-2].startswith("HF301 none of the 3 committed checkpoints")
+        _, file, how = DAMAGE[run.name]
+        assert re.search(rf"{re.escape(file)}\b.*{how}", skipped.fields["reason"])
+    assert re.match(r"HF301 .*\b3\b", read[-2])
     assert "step-000000001-e000001: rank " in read[-2]
     assert read[-1][0] is None
 
@@ -158,8 +162,7 @@ def peer_dies(run):
 
 def test_save_ends_by_itself_when_a_peer_dies(tmp_path):
     assert run_world(2, tmp_path, peer_dies, tmp_path, doomed=(1,)) == [False, None]
-    (reason,) = reasons(tmp_path)
-    assert "the save's process group broke" in reason
+    assert len(reasons(tmp_path)) == 1
     assert commits(tmp_path) == []
 
 
@@ -252,11 +255,11 @@ def small_disk(tmp_path):
 
 def test_full_and_read_only_disk(tmp_path, small_disk):
     error = run_world(2, tmp_path, fill_then_free, tmp_path)[0]
-    assert error.startswith(f"HF204 checkpoint.dir: {small_disk} cannot be written (Read-only")
+    assert error.startswith(f"HF204 checkpoint.dir: {small_disk} ")
+    assert os.strerror(errno.EROFS) in error
     full, read_only = reasons(tmp_path)
-    assert "No space left" in full
-    assert "free space there" in full
-    assert "Read-only file system" in read_only
+    assert os.strerror(errno.ENOSPC) in full
+    assert os.strerror(errno.EROFS) in read_only
     assert commits(tmp_path) == [1, 3]
     assert directories(tmp_path) == [commit.dir for commit in board_state(tmp_path).commits]
 
@@ -274,7 +277,8 @@ def fenced(run):
 
 def test_save_of_an_older_epoch_counts_as_nothing(tmp_path):
     run_world(2, tmp_path, fenced, tmp_path)
-    assert reasons(tmp_path) == ["fenced by epoch 2"]
+    (reason,) = reasons(tmp_path)
+    assert reason.endswith("epoch 2")
     assert commits(tmp_path) == [1]
     assert directories(tmp_path) == ["step-000000001-e000001"]
 

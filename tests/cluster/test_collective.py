@@ -6,6 +6,7 @@ Grids whose axes have two or three ranks show in a few processes what 32 do in t
 from __future__ import annotations
 
 import random
+import re
 from datetime import timedelta
 
 import pytest
@@ -157,4 +158,5 @@ def fail_in_each(_longest):
 def test_all_are_told_how_many_failed(tmp_path):
     error = "ZeroDivisionError: integer division or modulo by zero"
     for told in run_world(5, tmp_path, fail_in_each, 2):
-        assert told == [error, f"rank 0: {error}", f"rank 0: {error} (and 2 more ranks)"]
+        assert told[:2] == [error, f"rank 0: {error}"]
+        assert re.findall(r"\d+", told[2].removeprefix(told[1])) == ["2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,8 @@ def test_a_spike_rolls_back_and_the_batches_are_passed_over_for_good(tmp_path):
     [rollback] = run.events("numbers.rollback")
     assert rollback.fields["back_to"] == 11
     assert rollback.fields["skipped"] == [12, 14]
-    assert "the median of the steps before" in rollback.fields["reason"]
+    [anomaly] = run.events("numbers.anomaly")
+    assert (anomaly.step, anomaly.fields["kind"]) == (14, "loss_spike")
     assert [e.fields["why"] for e in run.events("trainer.stopping")] == ["rollback"]
     assert max(commit.step for commit in run.commits()) == 8, "12 is void"
     run.train(2, 1)  # in another layout; the spike is still in the data, but is not fed
@@ -146,7 +148,7 @@ def test_a_stop_ends_with_93_the_reason_and_the_state_before_the_step(tmp_path):
     error = json.loads(run.error_file(1, 0).read_text())
     failure = classify(code=EXIT_DO_NOT_RESTART, signal=None, record=error)
     assert failure.action is Action.STOP
-    assert failure.detail.startswith("NumbersError: HF711 step 6: loss ")
+    assert failure.detail.startswith("NumbersError: HF711 step 6: ")
 
 
 @pytest.mark.slow
@@ -157,7 +159,7 @@ def test_nothing_but_wrong_numbers_ends_the_job(tmp_path):
     assert skipped(run) == [3, 4, 5]
     message = json.loads(run.error_file(1, 0).read_text())["message"]["message"]
     assert "HF711 step 6" in message
-    assert "numbers.max_skips allows 3" in message
+    assert re.search(r"\bnumbers\.max_skips\b.* 3\b", message)
 
 
 @pytest.mark.slow
@@ -224,7 +226,7 @@ def test_a_flipped_bit_is_found_its_rank_named_and_the_states_since_are_void(tmp
     error = json.loads(run.error_file(1, 1).read_text())
     failure = classify(code=1, signal=None, record=error)
     assert (failure.kind, failure.action) == (Kind.CORRUPTION, Action.EVICT)
-    assert "of rank 1 differs from that of the other replicas" in failure.detail
+    assert re.search(r"\brank 1\b.*\b0, 1, 2\b", failure.detail)
     assert [commit.step for commit in run.commits()] == [5], "10 was checked before its save"
     assert not record(run).allows(1, 6)
     run.train(2, 2)
@@ -245,7 +247,7 @@ def test_of_two_replicas_both_are_suspects(tmp_path):
         error = json.loads(run.error_file(1, rank).read_text())
         failure = classify(code=1, signal=None, record=error)
         assert (failure.kind, failure.action) == (Kind.CORRUPTION, Action.RESTART)
-        assert "no majority says whose is wrong" in failure.detail
+        assert "0, 1" in failure.detail
     run.train(2, 2)
     exact(run)
 
@@ -300,7 +302,7 @@ def test_the_node_that_computes_wrong_is_excluded_and_the_job_goes_on(tmp_path, 
     culprit = formed[0].fields["members"][2]
     [evicted] = run.events("member.evicted")
     assert evicted.fields["member"] == culprit
-    assert "differs from that of the other replicas" in evicted.fields["reason"]
+    assert mismatch.fields["tensor"] in evicted.fields["reason"]
     assert set(formed[-1].fields["members"]) == set(formed[0].fields["members"]) - {culprit}
     kinds = {(e.node, e.fields["kind"]) for e in run.events("worker.exit") if e.fields["kind"]}
     assert (culprit, "corruption") in kinds

@@ -148,7 +148,7 @@ def test_an_unmodified_script_outlives_the_node_that_hosts_its_store(agents, how
     # 32 steps an epoch of the data on two nodes, 64 on the one that is left.
     steps = 60 if how == "fresh" else 32 * resumed + 64 * (60 - resumed)
     reason = agents.events("job.stopped")[-1]["reason"]
-    assert reason == f"the last step, {steps}, is done", "of the training, not since the restart"
+    assert re.findall(r"\d+", reason) == [str(steps)], "of the training, not since the restart"
     assert agents.events("script.progress")[-1]["step"] == steps
 
 
@@ -174,7 +174,7 @@ def test_own_loop_loses_no_step_and_computes_what_one_process_does(tmp_path):
         timeout=100,
         check=True,
     )
-    assert "nothing is kept or asked" in alone.stderr
+    assert "holdfast: " in alone.stderr
     logs = sorted((tmp_path / "run" / "logs").rglob("[0-9].log"))
     curve = losses("".join(path.read_text() for path in logs))
     expected = losses(alone.stdout)
@@ -206,7 +206,7 @@ def test_a_script_that_takes_no_requests_is_ended_by_sigterm(agents):
     agents.until_step(10)
     agents.running["n1"].send_signal(signal.SIGTERM)
     assert agents.codes() == {"n1": 91}
-    assert agents.events("job.stopped")[-1]["reason"].startswith("SIGTERM; stopped at step ")
+    assert re.match(r"SIGTERM\b.* step \d", agents.events("job.stopped")[-1]["reason"])
 
 
 LEAVES = """
@@ -251,7 +251,7 @@ def test_however_a_script_leaves_on_request_the_job_has_stopped_and_is_not_done(
         agent.send_signal(signal.SIGTERM)
     assert agents.codes() == {"n1": 91, "n2": 91}, agents.said()
     reason = agents.events("job.stopped")[-1]["reason"]
-    assert ("saved at step" in reason) == (code == 91), reason
+    assert ("saved" in reason) == (code == 91), reason
     assert {event["kind"] for event in agents.events("worker.exit")} == {None}
 
 
@@ -283,7 +283,7 @@ def test_a_stopped_run_goes_on_by_resume_and_its_steps_count_on(tmp_path):
     said, _ = first.communicate(timeout=DEADLINE_S)
     stopped = int((run / "saved.json").read_text())
     assert first.returncode == 130, said
-    assert f"stopped at step {stopped}" in said
+    assert f"step {stopped}" in said
     assert "--resume" in said
     before = len(shown())
     done = subprocess.run(
@@ -354,7 +354,7 @@ def test_nodes_with_other_numbers_of_workers_are_refused_and_both_are_named(agen
     exits = agents.events("agent.exit")
     for reason in (refused["reason"], exits[0]["reason"]):
         assert "HF527" in reason
-        assert re.search(r"workers per node: (1 on n2, 2 on n1|2 on n1, 1 on n2)", reason)
+        assert sorted(re.findall(r"(\d) on (\w+)", reason)) == [("1", "n2"), ("2", "n1")]
     assert agents.events("epoch.formed") == []
 
 

@@ -174,5 +174,6 @@ def test_names_that_differ_between_ranks_are_refused(tmp_path):
 def test_status_says_which_training_it_is(tmp_path):
     run_dir = tmp_path / "run"
     summary_of(holdfast(*arguments(job_of(tmp_path, "own", "sft", "dpo"), run_dir), timeout=100))
-    status = holdfast(*HOLDFAST, "status", str(run_dir))
-    assert f"step {2 * STEPS} (training dpo: step {STEPS})" in status.stdout
+    status = summary_of(holdfast(*HOLDFAST, "status", str(run_dir), "--json"))["training"]
+    assert status["step"] == 2 * STEPS
+    assert (status["training"], status["training_step"]) == ("dpo", STEPS)

@@ -71,7 +71,7 @@ def test_a_job_file_of_five_lines_runs_on_a_cluster_elsewhere(slurm, tmp_path, m
     until("two is cancelled", lambda: state("two") == "cancelled", timeout_s=WAIT_S)
     stop.touch()
     until("one is done", lambda: state("one") == "done", timeout_s=WAIT_S, every_s=0.5)
-    assert "it has done its last step" in asked("why", "one", "--site", "alps")[0]
+    assert asked.json("why", "one", "--site", "alps")["state"] == "done"
     rows = asked.json("list", "--site", "alps")
     assert {Path(row["run"]).name: row["state"] for row in rows} == {
         "one": "done",

@@ -60,7 +60,7 @@ def test_every_node_of_a_partition_is_asked_and_a_drained_one_fails(slurm):
         ("n3", "ok"),
     ]
     # "draining" as long as the job before is not cleaned up there.
-    assert "Slurm has it drain" in answer["nodes"][0]["problem"]
+    assert "drain" in answer["nodes"][0]["problem"]
 
     code, answer, _ = preflight(slurm, slurm.dir, "--partition", "nowhere")
     assert (code, answer["problems"][0]["code"]) == (2, "HF661")

@@ -67,10 +67,10 @@ def test_without_a_word_the_default_route_decides_unless_its_cable_is_out():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"cidr": "172.16.0.0/12"}, r"network\.cidr: no address .* 172\.16\.0\.0/12; it has lo="),
-        ({"interface": "ib7"}, r"network\.interface: no ib7 .* ib0=192\.168\.3\.7"),
-        ({"interface": "eth1"}, r"network\.interface: eth1: eth1 has no link"),
-        ({"cidr": "10.9.0.0/16"}, r"network\.cidr: 10\.9\.0\.0/16: eth1 has no link"),
+        ({"cidr": "172.16.0.0/12"}, r"network\.cidr: .* 172\.16\.0\.0/12\b.* lo="),
+        ({"interface": "ib7"}, r"network\.interface: .*\bib7\b.* ib0=192\.168\.3\.7"),
+        ({"interface": "eth1"}, r"network\.interface: eth1: eth1\b"),
+        ({"cidr": "10.9.0.0/16"}, r"network\.cidr: 10\.9\.0\.0/16: eth1\b"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_there_is(asked, said):

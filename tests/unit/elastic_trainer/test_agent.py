@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -145,7 +146,8 @@ def test_an_aborted_epoch_is_killed_and_the_next_one_runs(bench: Bench) -> None:
     exits = named(events, "worker.exit")
     assert len(exits) == 4
     assert {event.fields["signal"] for event in exits} == {9}
-    assert exits[0].fields["detail"] == "killed by the agent: node lost"
+    assert exits[0].fields["kind"] is None
+    assert exits[0].fields["detail"].endswith("node lost")
     phases = [(event.epoch, event.fields["phase"]) for event in named(events, "recovery.phase")]
     assert phases == [(1, "fork"), (1, "kill_workers"), (2, "fork"), (2, "kill_workers")]
     assert sorted(bench.reports()) == [0, 1, 2, 3]
@@ -226,8 +228,8 @@ def test_the_first_failure_is_reported_and_the_rest_killed(
     _, _, events = bench.run(script)
     exits = {event.fields["local_rank"]: event.fields for event in named(events, "worker.exit")}
     assert exits[1]["kind"] == kind
-    assert exits[0]["kind"] is None
-    assert "killed by the agent" in exits[0]["detail"]
+    assert (exits[0]["kind"], exits[0]["signal"]) == (None, signal.SIGKILL)
+    assert exits[0]["detail"].endswith(f"rank 1: {kind}")
 
 
 @pytest.mark.parametrize("stepped", [True, False])
@@ -256,7 +258,8 @@ def test_a_fault_of_a_gpu_names_the_gpu_of_the_worker(bench: Bench) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
-        assert failed.failure.detail.endswith(f"uncorrectable ECC error ({uuids[1]})")
+        assert failed.failure.kind is Kind.NODE_FAULT
+        assert uuids[1] in failed.failure.detail
         m.no_more_reports()
 
     _, _, events = bench.run(script)
@@ -337,7 +340,7 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
         assert isinstance(failed, WorkersFailed)
         assert (failed.local_rank, failed.step) == (1, 20)
         assert (failed.failure.kind, failed.failure.action) == (Kind.HANG, Action.RESTART)
-        assert "in step after step 20; the ceiling is 0.3 s" in failed.failure.detail
+        assert "0.3 s" in failed.failure.detail
 
     _, _, events = bench.run(script)
     (hung,) = named(events, "worker.hung")
@@ -397,9 +400,9 @@ def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> 
     assert folder == bench.tmp_path / "stacks" / "3"
     runs, stopped = ((folder / f"rank{rank}.txt").read_text() for rank in (2, 3))
     assert "_train" in runs
-    assert "stacks, from the worker itself" in runs
-    assert "State T (stopped)" in stopped
-    assert "from the worker itself" not in stopped
+    assert "State T" in stopped
+    heading = "--- stacks, from the worker itself\n"
+    assert [heading in text for text in (runs, stopped)] == [True, False]
     assert list(bench.tmp_path.rglob("*.stacks")) == []
 
 
@@ -414,10 +417,11 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
             failed = m.expect(WorkersFailed)
             assert isinstance(failed, WorkersFailed)
             assert failed.epoch == epoch
-            assert "the zygote died (signal SIGKILL)" in failed.failure.detail
+            assert failed.failure.kind is Kind.COLLATERAL
+            assert "SIGKILL" in failed.failure.detail
             for path in bench.tmp_path.glob("report.*"):
                 path.unlink()
-        assert "zygote died 2 times" in m.expect(NodeLeaving).reason
+        assert re.search(r"\b2\b.*SIGKILL", m.expect(NodeLeaving).reason)
         # A coordinator stays, but starts no third one.
         t.until(lambda: t.gone(bench.zygotes[0]._zygote.pid), "a third zygote")
         m.say(formed(2, OTHER, spares=(ME,)))
@@ -444,7 +448,7 @@ def test_a_directory_in_memory_that_is_removed_is_made_again(
         assert (scratch / "snapshots").is_dir()
 
     bench.run(script)
-    assert capfd.readouterr().err.count(" was removed") == 1
+    assert capfd.readouterr().err.count(f"{bench.tmp_path}/holdfast-") == 1
 
 
 @pytest.mark.parametrize("of_memory", [False, True])
@@ -478,7 +482,7 @@ def test_a_zygote_that_dies_before_any_epoch_twice_is_a_bad_node(bench: Bench) -
         os.kill(first, signal.SIGKILL)
         t.until(lambda: bench.zygotes[0]._zygote.pid != first, "not replaced")
         os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
-        assert "zygote died 2 times" in m.expect(NodeLeaving).reason
+        assert re.search(r"\b2\b.*SIGKILL", m.expect(NodeLeaving).reason)
 
     bench.run(script)
 
@@ -526,6 +530,7 @@ def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
     monkeypatch.setattr(agents, "is_stuck", lambda _pid: True)
     bench.env["CHILD_ACT"] = "wait"
     real = Workers.kill_all
+    left: list[str] = []
 
     def stuck(self: Workers, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
         exits, unreapable = real(self, deadline_s)
@@ -536,13 +541,14 @@ def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
         t.until(lambda: len(bench.reports()) == 2, "not started")
         monkeypatch.setattr(Workers, "kill_all", stuck)
         m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
-        assert "cannot end worker processes" in m.expect(NodeLeaving).reason
+        left.append(m.expect(NodeLeaving).reason)
         m.say(formed(1, ME))  # too late: it runs nothing any more
         m.say(JobStopped(code=92, reason="excluded"))
 
     result, _, events = bench.run(script)
     assert result.code == 92
-    assert len(named(events, "worker.unreapable")) == 1
+    (unreapable,) = named(events, "worker.unreapable")
+    assert str(unreapable.fields["pid"]) in left[0]
     # Those of epoch 0 may be killed before the zygote's word of their start is read.
     assert {event.epoch for event in named(events, "worker.started")} <= {0}
 
@@ -564,7 +570,8 @@ def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
     with pytest.raises(RuntimeError, match="out of order"):
         bench.run(script)
     (ended,) = named(bench.events(), "agent.exit")
-    assert ended.fields == {"code": 1, "reason": "error: RuntimeError: out of order"}
+    assert ended.fields["code"] == 1
+    assert ended.fields["reason"].endswith("RuntimeError: out of order")
     assert len(named(bench.events(), "worker.exit")) == 2
 
 

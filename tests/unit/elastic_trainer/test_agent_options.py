@@ -77,7 +77,7 @@ def test_a_run_says_what_of_torchruns_it_does_not_use(tmp_path: Path) -> None:
     argv = ["--run-dir", str(tmp_path), "--job", "j"]
     variables = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHON_EXEC", "TORCHELASTIC_HEALTH_CHECK_PORT")
     notes = parse(argv, dict.fromkeys(variables, "9")).notes
-    assert {note.partition(" is not used: ")[0] for note in notes} == {*variables}
+    assert {note.split()[0] for note in notes} == {*variables}
     for flag in ("--virtual-local-rank", "--numa-binding=node", "--signals-to-handle=SIGHUP"):
         with pytest.raises(OptionsError, match="HF501"):
             parse([*argv, flag], {})
@@ -141,7 +141,7 @@ def test_a_file_system_without_hard_links_exits_93(
 
     monkeypatch.setattr(node, "probe_storage", partial(probe_storage, link=link))
     assert main(["--rdzv-endpoint", str(tmp_path), "--no-python", "sh"]) == 93
-    assert capsys.readouterr().err.startswith(f"holdfast agent: error: HF617 {tmp_path}/")
+    assert f" HF617 {tmp_path}/" in capsys.readouterr().err
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
@@ -205,13 +205,13 @@ def test_the_users_mistakes_exit_93(
 ) -> None:
     assert main(argv) == 93
     says = capsys.readouterr().err
-    assert says.startswith(f"holdfast agent: error: {code} ")
+    assert f" {code} " in says
     assert key in says
 
 
 def test_a_run_needs_a_job_id_and_a_readable_job_json(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(job(tmp_path).to_json())
-    with pytest.raises(OptionsError, match="HF501 give --job ID"):
+    with pytest.raises(OptionsError, match=r"HF501 .*--job\b"):
         parse(["--run-dir", str(tmp_path)], {})
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(OptionsError, match=r"HF502 .*version None"):
@@ -234,10 +234,9 @@ def test_flags_without_effect_are_told(tmp_path: Path) -> None:
     argv += ["--rdzv-conf", conf, "--rdzv-endpoint", str(tmp_path)]
     options = parse([*argv, "--no-python", "sh", "tcp://h:29501"], variables)
     assert options.static_store is None
-    assert {note.partition(" is not used: ")[0] for note in options.notes} == {
+    assert {note.split()[0] for note in options.notes} == {
         *("--monitor-interval", "--node-rank", "--start-method", "--master-addr", "--master-port"),
-        *(f"{key} of --rdzv-conf" for key in ("last_call_timeout", "is_host", "store_type")),
-        *("timeout of --rdzv-conf", *variables),
+        *("last_call_timeout", "is_host", "store_type", "timeout", *variables),
     } - {"TORCH_ELASTIC_WORKER_IDENTICAL"}
     assert options.elastic.join_timeout_s == 9.0
 

@@ -51,8 +51,8 @@ def test_a_signal_asks_for_a_stop_by_its_name_and_only_ctrl_c_later_leaves(
     result, _, events = bench.run(script)
     assert signal.getsignal(signal.SIGTERM) is before
     assert result.code == 1
-    assert events[-1].event == "agent.exit"
-    assert events[-1].fields == {"code": 1, "reason": "SIGINT, again: left without saving"}
+    assert (events[-1].event, events[-1].fields["code"]) == ("agent.exit", 1)
+    assert "SIGINT" in events[-1].fields["reason"]
     assert result.is_failed()
 
 

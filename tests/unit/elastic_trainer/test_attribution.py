@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -59,9 +60,10 @@ def test_consequences_alone_are_nobodys_fault():
 
 def test_echoes_of_a_lost_node_are_no_failures():
     found = attribute(["a", "a"], [("b", failed(*COLLATERAL))], 4)
-    assert [str(c) for c in found] == ["lost a"]
+    assert [(c.kind, c.node) for c in found] == [(Kind.NODE_LOST, "a")]
     found = attribute(["a"], [("b", failed(*CRASH))], 4)
-    assert [str(c) for c in found] == ["lost a", f"worker failed on b: {CRASH[1]}"]
+    assert [(c.kind, c.node) for c in found] == [(Kind.NODE_LOST, "a"), (Kind.CRASH, "b")]
+    assert CRASH[1] in str(found[1])
     assert attribute([], [], 4) == []
 
 
@@ -100,7 +102,8 @@ def test_the_same_error_on_most_nodes_is_not_tried_again(kind):
     reports = [(node, failed(*kind)) for node in "abc"]
     found = one_cause(4, *reports, ("d", failed(*COLLATERAL)))
     assert (found.node, found.action) == (None, Action.STOP)
-    assert "3 of 4 nodes at step 7" in found.detail
+    assert found.detail.endswith(kind[1])
+    assert re.findall(r"\d+", found.detail.removesuffix(kind[1])) == ["3", "4", "7"]
 
 
 def test_numbers_of_the_ranks_do_not_make_errors_differ():
@@ -321,14 +324,14 @@ BY_CLASS = ElasticSection(max_restarts=100, window_s=100.0, node_failures=2, max
 @pytest.mark.parametrize("error", OF_THE_PROGRAM)
 def test_a_program_that_fails_on_one_node_only_costs_the_job_and_never_the_node(error):
     """With progress, budgets end it; without, `no_progress` does: nobody is excluded."""
-    found = [failure("a", *error, step=n) for n in range(6)]
+    found = [failure("n7", *error, step=n) for n in range(6)]
     for n in range(1, 6):
         then = after(*found[:n], limits=BY_CLASS)
         assert (then.exclude, then.stop_code) == (None, None)
     assert after(*found, limits=BY_CLASS).stop_code == 94
     stuck = after(*found[:3], limits=BY_CLASS, progress=[0, 0, 0])
     assert (stuck.exclude, stuck.stop_code) == (None, 93)
-    assert "all on a" in stuck.reason, "whoever reads it may look at that machine"
+    assert "n7" in stuck.reason, "whoever reads it may look at that machine"
 
 
 @pytest.mark.parametrize("error", OF_THE_PROGRAM)
@@ -400,7 +403,7 @@ def test_failures_of_the_program_without_progress_end_with_93(found):
     assert after(*found[:2], progress=[40, 40]).stop_code is None
     stuck = after(*found, progress=[40] * 3)
     assert stuck.stop_code == 93
-    assert "since step 40 was committed" in stuck.reason
+    assert "step 40" in stuck.reason
     assert after(*found, progress=[40, 40, 41]).stop_code is None
     assert after(*found).stop_code is None  # a script that says nothing of its progress
 

@@ -405,7 +405,7 @@ def test_board_that_fails_during_the_commit(tmp_path, when, steps):
     assert (tmp_path / "checkpoints" / "step-000000001-e000000" / "manifest.json").exists()
     failed = run.events("checkpoint.failed")
     assert bool(failed) is not bool(steps)
-    assert all("the board cannot be reached" in e.fields["reason"] for e in failed)
+    assert all("OSError" in e.fields["reason"] for e in failed)
     board.when = None
     assert run.save(2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -415,7 +415,7 @@ def test_board_that_fails_during_the_commit(tmp_path, when, steps):
 def test_board_that_cannot_be_read_at_restore(tmp_path, monkeypatch):
     monkeypatch.setattr(restore_module, "BOARD_WAIT_S", 0.0)
     board = FlakyBoard(FileBoard(tmp_path / "board"), "gone")
-    with pytest.raises(BoardAwayError, match=r"did not answer for 0 s: OSError: .*Input/output"):
+    with pytest.raises(BoardAwayError, match=r"\b0 s\b.*\[Errno 5\]"):
         Run(tmp_path, board=board).restore()
 
 
@@ -476,7 +476,7 @@ def test_a_board_that_shows_an_older_epoch_is_read_again(tmp_path):
     assert (state.epoch, [commit.step for commit in state.commits]) == (1, [1, 2])
     board.shown, now[0] = False, 0.0
     stays = {"mono": lambda: now[0], "sleep": lambda s: now.__setitem__(0, now[0] + s)}
-    with pytest.raises(BoardAwayError, match="epoch 0 to a worker of epoch 1"):
+    with pytest.raises(BoardAwayError, match=r"epoch 0\b.*epoch 1\b"):
         agreed_board(board, run.manager._group, epoch=1, **stays)
 
 
@@ -492,7 +492,8 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
     assert not run.save(2)
     first, second = run.events("checkpoint.failed")
     assert "AssertionError: boom" in first.fields["reason"]
-    assert "no more saves in this epoch" in second.fields["reason"]
+    assert (first.step, second.step) == (1, 2)
+    assert [event.step for event in run.events("checkpoint.started")] == [1]
 
 
 def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
@@ -507,8 +508,8 @@ def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     assert not run.save(1)
     [failed] = run.events("checkpoint.failed")
-    assert "No space left on device" in failed.fields["reason"]
-    assert "free space there" in failed.fields["reason"]
+    assert "OSError: [Errno 28]" in failed.fields["reason"]
+    assert str(tmp_path / "checkpoints") in failed.fields["reason"]
     assert "inline_container" not in failed.fields["reason"]
 
 
@@ -522,7 +523,7 @@ def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
     started = time.monotonic()
     run.manager.close()
     assert time.monotonic() - started < 5
-    assert "ended before the save" in run.events("checkpoint.failed")[0].fields["reason"]
+    assert [event.step for event in run.events("checkpoint.failed")] == [1]
     gate.set()
     thread.join(20)
     assert run.events("checkpoint.committed") == []  # nothing is written after close

@@ -187,12 +187,13 @@ def test_what_has_no_place_in_an_index_is_refused_with_torch_and_without(value):
 def test_verification_finds_parts_that_are_not_there(tmp_path):
     raw = index_of(tmp_path)
     size_bytes = (tmp_path / "__0_0.distcp").stat().st_size
-    with pytest.raises(DamagedError, match=r"names __0_0\.distcp, which was not saved"):
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp"):
         check_index(raw, {})
-    with pytest.raises(DamagedError, match=f"names byte {size_bytes} of __0_0"):
+    with pytest.raises(DamagedError, match=rf"\b{size_bytes} .*\b__0_0.*\b{size_bytes - 1}\b"):
         check_index(raw, {"__0_0.distcp": FileEntry(size_bytes - 1, "0" * 64)})
-    with pytest.raises(DamagedError, match="cannot be read"):
+    with pytest.raises(DamagedError) as caught:
         check_index(raw[:-9], {})
+    assert caught.value.__cause__ is not None, "it was not unpickled"
 
 
 def read(path, raw: bytes, digest: str) -> Metadata:
@@ -202,12 +203,12 @@ def read(path, raw: bytes, digest: str) -> Metadata:
 
 def test_metadata_is_digested_before_it_is_unpickled(tmp_path):
     raw = pickle.dumps(Reduced(os.system, "true"))
-    with pytest.raises(DamagedError, match="another sha256"):
+    with pytest.raises(DamagedError, match="sha256"):
         read(tmp_path, raw, "0" * 64)
     with pytest.raises(pickle.UnpicklingError, match="system"):
         read(tmp_path, raw, hashlib.sha256(raw).hexdigest())
     raw = pickle.dumps({"no": "metadata"})
-    with pytest.raises(DamagedError, match="holds a dict"):
+    with pytest.raises(DamagedError, match=r"\bdict\b"):
         read(tmp_path, raw, hashlib.sha256(raw).hexdigest())
 
 
@@ -229,8 +230,8 @@ def test_errors_of_torch_come_without_the_paths_of_its_build(said, expected):
 
 def test_the_systems_error_behind_one_of_torch_is_told():
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 5")
-    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    assert describe(error) == "OSError: [Errno 28] No space left on device"
+    error.__context__ = full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert describe(error) == f"OSError: {full}"
 
 
 def stored(folder, state) -> CheckpointReader:

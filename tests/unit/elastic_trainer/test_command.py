@@ -42,12 +42,12 @@ def test_commands_are_taken_apart(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("", "found none"),
-        ("-m", "found none"),
-        ("-m --no-python x", "--no-python: only one of"),
-        ("--nnodes 2 x.py", "--nnodes: before the script only -m, --no-python and --fresh"),
-        ("/usr/bin/python3 x.py", "leave /usr/bin/python3 out"),
-        ("torchrun x.py", "leave torchrun out"),
+        ("", "script"),
+        ("-m", "script"),
+        ("-m --no-python x", "--no-python: .*-m"),
+        ("--nnodes 2 x.py", "--nnodes: .*-m, --no-python and --fresh"),
+        ("/usr/bin/python3 x.py", " /usr/bin/python3 "),
+        ("torchrun x.py", " torchrun "),
     ],
 )
 def test_what_is_no_command_says_so(words: str, says: str) -> None:
@@ -85,10 +85,8 @@ def test_what_is_filled_in(text: str, filled: str) -> None:
 def test_unknown_names_are_found_once_and_explained() -> None:
     assert unknown_names(["{dpp}{tp}", "--name={run}", "{dpp}"]) == ["dpp", "run"]
     said = explain("dpp")
-    assert said.startswith(
-        "{dpp} is unknown; {dp} {tp} {pp} {cp} {nodes} {world_size} {run_dir} are"
-    )
-    assert said.endswith("write {{dpp}}")
+    known = ["{dp}", "{tp}", "{pp}", "{cp}", "{nodes}", "{world_size}", "{run_dir}"]
+    assert re.findall(r"{+\w+}+", said) == ["{dpp}", *known, "{{dpp}}"]
 
 
 @given(st.lists(st.sampled_from(["{", "}", "dp", "x", "$", "{{", "}}", " "])).map("".join))

@@ -118,4 +118,5 @@ def test_when_all_are_asked_to_go_the_job_saves_what_runs_and_ends(phase, then):
     one.reported(LeaveAsked(reason="drained"))
     one.received(1, wrap(LeaveAsked(reason="drained")))
     one.timer("together")
-    assert (one.phase, one._stopping) == (then, "drained on every node")
+    assert one.phase is then
+    assert "drained" in one._stopping

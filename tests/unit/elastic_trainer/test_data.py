@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -317,10 +318,13 @@ def others_folder(tmp_path):  # which is made before the change of user
     shutil.rmtree(outside)
 
 
+DENIED = os.strerror(errno.EACCES)
+
+
 @pytest.mark.parametrize("part", [".", "private", "private/a.bin"])
 def test_what_cannot_be_read_is_not_passed_over(part, others_folder, tmp_path):
     how = "nanogpt" if part.endswith("bin") else "text"
-    with pytest.raises(DataError, match=r"HF701 data\.path: .*Permission denied.*private"):
+    with pytest.raises(DataError, match=rf"HF701 data\.path: .*{DENIED}.*private"):
         corpus_of(others_folder / part, tmp_path, format=how)
 
 

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import tempfile
 import threading
@@ -114,7 +115,7 @@ def test_failed_link_is_an_error_and_leaves_nothing(tmp_path):
     def link(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"Errno {errno.ENOSPC}"):
         FileBoard(tmp_path, link=link).set_state(b"x")
     assert files(tmp_path) == []
 
@@ -171,7 +172,7 @@ def test_listing_that_stays_behind_is_an_error(tmp_path, monkeypatch):
     board = FileBoard(tmp_path)
     advance(board, 1)
     monkeypatch.setattr(board, "_versions", lambda: [700])
-    with pytest.raises(OSError, match="cache is stale"):
+    with pytest.raises(OSError, match=f"Errno {errno.ESTALE}"):
         board.get_state()
 
 
@@ -220,8 +221,7 @@ def test_a_swap_lost_to_damage_is_said_and_its_epoch_is_not_used_again(tmp_path,
     content, token = board.get_state()
     assert BoardState.decode(content).epoch == 10 * (3 - count) + count
     assert token == 3, "the next swap goes on top"
-    assert "version 3 of the board" in told[0]
-    assert f"version {3 - count} counts" in told[0]
+    assert re.findall(r"\bversion (\d+)", told[0]) == ["3", str(3 - count)]
     assert (tmp_path / "damaged-000000000003").read_bytes() == damage
     assert board.set_state(b"next", 3) == (b"next", 4, True)
     assert quick(tmp_path).get_state() == (b"next", 4)
@@ -241,7 +241,7 @@ def test_a_board_without_a_whole_version_is_an_error_that_names_them(tmp_path):
     epochs(board, KEEP_VERSIONS + 3)
     for path in tmp_path.glob("v*"):
         path.write_bytes(b"")
-    with pytest.raises(BoardCorruptError, match=r"versions 4 to 67 .*put the board's files back"):
+    with pytest.raises(BoardCorruptError, match=r"\b4 to 67\b"):
         board.get_state()
 
 

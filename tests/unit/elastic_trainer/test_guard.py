@@ -130,9 +130,9 @@ def test_a_rollback_voids_and_drops_what_is_newer(tmp_path):
 def test_a_rollback_that_cannot_be_recorded_is_none(tmp_path):
     fenced = guard_of(tmp_path, steps=(4,), non_finite="rollback")
     update(FileBoard(tmp_path / "board"), lambda _: BoardState(epoch=2))
-    with pytest.raises(StepFailedError, match="newer epoch"):
+    with pytest.raises(StepFailedError):
         fenced.decide(30, math.nan, 1.0)
-    with pytest.raises(StepFailedError, match="Input/output"):
+    with pytest.raises(StepFailedError, match="OSError"):
         guard_of(tmp_path, board=Gone(), non_finite="rollback").decide(30, math.nan, 1.0)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -39,24 +40,24 @@ def crowd(odd: tuple[str, WorkerView], size: int = 8) -> list[tuple[str, WorkerV
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "values"),
     [
-        ({"part": "data", "place": 1}, "in data after step 7"),
-        ({"part": "forward", "place": 4, "state": "R"}, "in forward"),
-        ({"part": "optimizer", "place": 21}, "in optimizer"),  # alone ahead, but not waiting
-        ({"part": "reduce", "place": 19}, "in reduce"),  # a collective less than all others
-        ({"part": "other", "step": 6, "place": 22}, "in other after step 6"),
-        ({"state": "T"}, "its process is stopped"),
-        ({"state": "D"}, "uninterruptible"),
-        ({"section": "saving", "part": "other", "idle_s": 31.0, "limit_s": 30.0}, "in saving"),
+        ({"part": "data", "place": 1}, ["data", "step 7"]),
+        ({"part": "forward", "place": 4, "state": "R"}, ["forward"]),
+        ({"part": "optimizer", "place": 21}, ["optimizer"]),  # alone ahead, but not waiting
+        ({"part": "reduce", "place": 19}, ["reduce"]),  # a collective less than all others
+        ({"part": "other", "step": 6, "place": 22}, ["other", "step 6"]),
+        ({"state": "T"}, ["stopped"]),
+        ({"state": "D"}, ["uninterruptible"]),
+        ({"section": "saving", "part": "other", "idle_s": 31.0, "limit_s": 30.0}, ["saving"]),
     ],
 )
-def test_the_odd_one_is_blamed(fields: dict[str, object], words: str) -> None:
+def test_the_odd_one_is_blamed(fields: dict[str, object], values: list[str]) -> None:
     hung = find_hung_worker(crowd(view(5, **fields)))
     assert hung is not None
     assert (hung.node, hung.view.rank) == ("node2", 5)
-    assert hung.detail.startswith("rank 5 on node2: no progress for ")
-    assert words in hung.detail
+    missing = [value for value in ("node2", "rank 5", *values) if value not in hung.detail]
+    assert missing == [], hung.detail
 
 
 def test_a_stopped_worker_is_blamed_before_one_that_is_behind() -> None:
@@ -96,7 +97,7 @@ def test_nobody_is_blamed_when_all_look_alike() -> None:
     hung = find_hung_worker([view(rank) for rank in range(8)])
     assert hung is not None
     assert hung.node is None
-    assert hung.detail.startswith("all ranks: no progress for 2.2 s in reduce")
+    assert re.search(r"\b2\.2 s\b.*\breduce\b", hung.detail)
 
 
 def test_of_peers_on_one_node_the_node_is_sure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -71,7 +72,8 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path, hf_run, hf):
     ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
         try:
-            with pytest.raises(CheckpointError, match=r"HF322 .*raise the limit") as caught:
+            too_big = os.strerror(errno.EFBIG)
+            with pytest.raises(CheckpointError, match=rf"HF322 .*{too_big}") as caught:
                 attempt()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -91,24 +93,24 @@ def rewritten(hf, change):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_TENSORS = {
-    "missing": (lambda w: w.pop(Q), rf"HF325 .*lacks {Q}: bring all files"),
+    "missing": (lambda w: w.pop(Q), rf"HF325 .*\b{Q}\b"),
     "missing head": (
         lambda w: w.pop("lm_head.weight"),
-        r"HF325 .*lacks lm_head.weight: .*tie_word_embeddings: true",
+        r"HF325 .*\blm_head\.weight\b.*tie_word_embeddings: true",
     ),
     "extra": (
         lambda w: w.update({"lm_head.bias": torch.ones(3), "x": torch.ones(1)}),
-        r"HF325 .*holds lm_head.bias and 1 more tensors",
+        r"HF325 .*\blm_head\.bias\b.*\b1\b",
     ),
     "transposed": (
         lambda w: w.update({"model.layers.0.mlp.up_proj.weight": torch.ones(32, 48)}),
-        r"HF325 .*up_proj.weight has size \[32, 48\], config.json makes it \[48, 32\]",
+        r"HF325 .*\bup_proj\.weight\b.*\[32, 48\].*\[48, 32\]",
     ),
     "float64": (
         lambda w: w.update({Q: w[Q].double()}),
-        rf"HF326 .*{Q} is float64; read are float32",
+        rf"HF326 .*\b{Q}\b.*\bfloat64\b.*\bfloat32\b",
     ),
-    "fp8": (lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)}), r"HF326 .* is float8_e4m3fn"),
+    "fp8": (lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)}), r"HF326 .*\bfloat8_e4m3fn\b"),
 }
 
 
@@ -128,10 +130,10 @@ def test_wrong_tensors_are_refused(tmp_path, hf, change, message):
         ({"attention_bias": True}, r"HF022 .*attention_bias"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"HF022 .*yarn"),
         ({"hidden_size": "big"}, r"HF021 .*hidden_size"),
-        ({"num_key_value_heads": 3}, r"HF023 .*multiple of num_key_value_heads 3"),
-        ({"head_dim": 7}, r"HF023 .*head size 7 even"),
-        ({"num_hidden_layers": 1}, r"HF325 .*holds model.layers.1.* and 8 more"),
-        ({"tie_word_embeddings": True}, r"HF325 .*differs from the embedding"),
+        ({"num_key_value_heads": 3}, r"HF023 .*\bnum_key_value_heads 3\b"),
+        ({"head_dim": 7}, r"HF023 .*\b7\b"),
+        ({"num_hidden_layers": 1}, r"HF325 .*\bmodel\.layers\.1\b.*\b8\b"),
+        ({"tie_word_embeddings": True}, r"HF325 .*\blm_head\.weight\b"),
     ],
 )
 def test_other_models_are_refused(tmp_path, config, message):
@@ -151,7 +153,7 @@ def test_damaged_files_are_refused(tmp_path, content, num_files):
     hf = write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE), num_files=num_files)
     file = hf / file_names(num_files)[-1]
     file.write_bytes(file.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(InputError, match=rf"HF324 .*{file.name} is damaged"):
+    with pytest.raises(InputError, match=rf"HF324 .*{file.name}\b"):
         import_hf(hf, tmp_path / "run", run_id="r")
 
 
@@ -178,17 +180,17 @@ def test_files_that_disagree_with_the_index_are_refused(tmp_path):
     path = hf / hf_names.INDEX_NAME
     index = json.loads(path.read_text())
     one, other = file_names(2)
-    for wrong, place in ((other, other), (None, "no file")):
+    for wrong in (other, None):
         changed = dict(index["weight_map"])
         name = next(name for name, file in changed.items() if file == one)
         del changed[name]
         if wrong:
             changed[name] = wrong
         path.write_text(json.dumps({"weight_map": changed}))
-        with pytest.raises(InputError, match=rf"HF325 .*{one} holds {name}, .* places in {place}"):
+        with pytest.raises(InputError, match=rf"HF325 .*{one}\b.*\b{name}\b.*{wrong or ''}"):
             import_hf(hf, tmp_path / "run", run_id="r")
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], "more": other}}))
-    with pytest.raises(InputError, match=rf"HF325 .*{other} lacks more"):
+    with pytest.raises(InputError, match=rf"HF325 .*{other}\b.*\bmore\b"):
         import_hf(hf, tmp_path / "run", run_id="r")
 
 

@@ -77,7 +77,7 @@ def test_another_job_is_still_refused():
     other = cluster.add("node9", job="18.1")
     cluster.run(cluster.now + 20.0)
     assert other.stopped.code == 93
-    assert "live in job 17.0" in other.stopped.reason
+    assert "job 17.0" in other.stopped.reason
 
 
 def test_a_stale_agent_does_not_take_the_run_after_its_later_attempt_has_ended():

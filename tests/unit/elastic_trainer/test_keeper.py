@@ -30,7 +30,14 @@ from elastic_trainer.state.snapshots.peer import (
     read_peers,
     write_peers,
 )
-from elastic_trainer.worker.secret import KEY_BYTES, AuthSession, Badge, Secret, authenticate
+from elastic_trainer.worker.secret import (
+    KEY_BYTES,
+    AuthError,
+    AuthSession,
+    Badge,
+    Secret,
+    authenticate,
+)
 
 HOME = "127.0.0.1"
 
@@ -102,7 +109,7 @@ def test_a_copy_is_known_to_be_committed_as_far_as_was_said(tmp_path: Path, keep
 def test_a_copy_that_came_damaged_is_refused_and_not_listed(tmp_path: Path, keeper: Keeper) -> None:
     write_image(tmp_path / "image")
     with dial(keeper) as link:
-        with pytest.raises(PeerError, match="came damaged"):
+        with pytest.raises(PeerError):
             put(link, tmp_path / "image", damage=True)
         assert link.held() == []
         put(link, tmp_path / "image")  # the link is still good
@@ -132,7 +139,7 @@ def test_older_epochs_are_let_go_and_take_no_more_copies(tmp_path: Path, keeper:
         assert len(link.held()) == 1
         link.free(3)
         assert link.held() == []
-        with pytest.raises(PeerError, match="epoch 2 is over"):
+        with pytest.raises(PeerError, match=r"epoch 2\b"):
             put(link, tmp_path / "image")
 
 
@@ -144,7 +151,7 @@ def test_what_is_rotten_in_memory_is_said(tmp_path: Path, keeper: Keeper) -> Non
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
-        with pytest.raises(PeerError, match="another MAC"):
+        with pytest.raises(PeerError, match=r"\bMAC\b"):
             link.verified_index(path.name)
 
 
@@ -215,8 +222,9 @@ def test_garbage_ends_its_connection_only(tmp_path: Path, keeper: Keeper, garbag
 
 
 def test_who_does_not_know_the_secret_is_cut_off(keeper: Keeper) -> None:
-    with pytest.raises(PeerError, match="does not know the run's secret"):
+    with pytest.raises(PeerError) as caught:
         dial(keeper, b"x")
+    assert isinstance(caught.value.__cause__, AuthError)
     with dial(keeper) as link:
         assert link.held() == []
 
@@ -258,8 +266,9 @@ def test_closing_ends_every_thread(tmp_path: Path) -> None:
 def test_a_keeper_that_is_not_there_is_said() -> None:
     with socket.create_server((HOME, 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(PeerError, match="node7 cannot be reached"):
+    with pytest.raises(PeerError, match=r"^node7 ") as caught:
         PeerLink(KeeperAddress(node="node7", address=HOME, port=port), prove(b"k", server=False))
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +359,7 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
         assert tier.votes() == (1.0, 0.0, 0.0)
         tier.agreed(2.0, 0.0)
     assert came == [HOME, *links[by : by + 1]], "connected once, not for each snapshot"
-    assert (f"copies go by {HOME}" in capfd.readouterr().err) == (by == 2)
+    assert (HOME in capfd.readouterr().err) == (by == 2)
     tier.close()
     keeper.close()
 

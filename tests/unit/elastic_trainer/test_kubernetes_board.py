@@ -107,7 +107,7 @@ def test_a_lost_reply_upon_which_others_have_built_is_an_error(board, server, ac
             server.meanwhile = others
 
     server.meanwhile = others
-    with pytest.raises(OSError, match="others came upon it"):
+    with pytest.raises(OSError, match=f"Errno {errno.EIO}"):
         board.set_state(b"mine", token)
     assert board.get_state()[0] == b"theirs"
 
@@ -139,10 +139,10 @@ def test_no_server_is_an_error_that_sent_nothing(certificate, account):
         board = board_of(server, account)
         token = board.set_state(b"x")[1]
     fresh = board_of(server, account)
-    with pytest.raises(NotSentError, match="cannot be reached"):
+    with pytest.raises(NotSentError):
         fresh.get_state()
     board._server.close()  # a connection that was open would still be served
-    with pytest.raises(OSError, match=r"cannot be reached|may have happened"):
+    with pytest.raises(OSError):  # noqa: PT011  not sent, or perhaps done
         board.set_state(b"y", token)
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_does_not_answer_is_given_up(server, account):
     token = board.set_state(b"x")[1]
     server.faults += [Fault(BEFORE, hold_s=1.0), Fault(BEFORE, hold_s=1.0)]
     begun = time.monotonic()
-    with pytest.raises(OSError, match="may have happened or not"):
+    with pytest.raises(OSError, match=f"Errno {errno.EIO}"):
         board.set_state(b"y", token)
     assert time.monotonic() - begun < 5
 
@@ -172,8 +172,8 @@ def test_what_is_forbidden_is_named(server, account, method, verb, state):
     token = board_of(server, account).set_state(b"x")[1] if method == "PUT" else None
     board = board_of(server, account)
     server.denied.add(method)
-    said = f"{verb} of ConfigMap llama-board in namespace train is forbidden"
-    with pytest.raises(BoardDeniedError, match=said) as caught:
+    values = rf"\b{verb}\b.*\bllama-board\b.*\btrain\b"
+    with pytest.raises(BoardDeniedError, match=values) as caught:
         board.get_state() if state is None else board.set_state(state, token)
     assert isinstance(caught.value, OSError)
     assert caught.value.errno == errno.EACCES
@@ -215,7 +215,7 @@ def test_outside_a_pod_it_says_so(tmp_path):
     with pytest.raises(NotInPodError, match="automountServiceAccountToken"):
         ApiServer.of_pod(env)
     (tmp_path / "token").write_text("x")
-    assert ApiServer.of_pod(env)._where == "the API server at fd00::1:443"
+    assert ApiServer.of_pod(env)._where.endswith(" fd00::1:443")
 
 
 @pytest.mark.parametrize("url", ["http://192.0.2.1", "ftp://x", "https://", "http://api.example"])
@@ -244,7 +244,7 @@ def test_plain_http_on_loopback_is_for_a_proxy_beside(account):
 )
 def test_an_answer_that_is_no_configmap_is_an_error(board, server, answer):
     server.objects[PATH] = answer
-    with pytest.raises(OSError, match="is not a ConfigMap"):
+    with pytest.raises(OSError, match=rf"Errno {errno.EIO}\b.*ConfigMap"):
         board.get_state()
 
 

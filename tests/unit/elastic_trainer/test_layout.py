@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_text_form_is_outermost_first():
 
 @pytest.mark.parametrize("text", ["", "dp8", "dp8-pp1-cp1-tp0", "dp8-pp1-cp1-tp1-dp2", "x", "dp8 "])
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match="is not a layout; the form is dp8-pp16-cp16-tp8"):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
         ParallelLayout.parse(text)
 
 

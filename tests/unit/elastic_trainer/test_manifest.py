@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def test_other_version_is_refused():
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ""])
 def test_files_stay_inside_the_directory(name):
     bad = dataclasses.replace(MANIFEST, files={name: FileEntry(1, "")})
-    with pytest.raises(ValueError, match="plain file name"):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
         Manifest.decode(bad.encode())
 
 
@@ -82,13 +83,13 @@ def test_bytes_are_spread_evenly():
 
 
 def test_commit_of_another_epoch_is_fenced():
-    with pytest.raises(FencedError, match=r"^fenced by epoch 2$"):
+    with pytest.raises(FencedError, match=r"epoch 2\b"):
         with_commit(BoardState(epoch=2), commit(5, epoch=1), keep=3)
 
 
 def test_a_save_that_was_under_way_when_the_group_went_back_does_not_count():
     record = AnomalyRecord().with_void(Void(epoch=1, step=4))
-    with pytest.raises(FencedError, match="step 5 was rolled back"):
+    with pytest.raises(FencedError, match=r"step 5\b"):
         with_commit(BoardState(epoch=1, numbers=record), commit(5), keep=3)
     assert with_commit(BoardState(epoch=1, numbers=record), commit(4), keep=3).commits
     later = BoardState(epoch=2, numbers=record)

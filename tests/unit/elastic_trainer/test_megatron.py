@@ -47,7 +47,7 @@ def test_other_ways_to_be_parallel_are_refused(megatron, monkeypatch, way):
     name = f"get_{way}_model_parallel_world_size"
     monkeypatch.setattr(megatron.parallel_state, name, lambda: 2)
     model = nn.Linear(2, 1)
-    with pytest.raises(ApiError, match=f"HF536 {way} parallel by 2"):
+    with pytest.raises(ApiError, match=rf"HF536 {way} .*\b2\b"):
         megatron.Steps(3, model, torch.optim.SGD(model.parameters()))
 
 
@@ -67,7 +67,7 @@ def test_an_mlp_with_a_gate_is_not_put_together_from_its_parts(megatron, gated):
     split = megatron._Split(model)
     split.load_state_dict(split.state_dict())
     if gated:
-        with pytest.raises(ValueError, match="2 parts and wanted in 1"):
+        with pytest.raises(ValueError, match=r"\b2\b.*\b1\b"):
             split.load_state_dict({"tp": 2})
     else:
         split.load_state_dict({"tp": 2})

@@ -18,7 +18,7 @@ def test_a_second_job_is_refused_and_named():
     intruder = cluster.add("node9", job="other")
     cluster.run(cluster.now + 1.0)
     assert intruder.stopped.code == 93
-    assert "live in job job" in intruder.stopped.reason
+    assert "job job" in intruder.stopped.reason
 
 
 def test_a_second_job_is_refused_also_when_it_cannot_reach_the_first():

@@ -284,19 +284,24 @@ ISLAND = Play(
 """Spares continue from storage; the members come back with newer state that does not count."""
 
 
+def broken(play: Play) -> str:
+    """Return the assertion that fails in a play."""
+    with pytest.raises(AssertionError) as caught:
+        run(play)
+    return str(caught.traceback[-1].statement).strip()
+
+
 @pytest.mark.parametrize("kind", ["drains", "evictions"])
 def test_nodes_that_left_and_are_not_asked_are_noticed(kind, monkeypatch):
     play = Play(nodes=6, faults=(Fault(5.0, kind, 2, 0.0),))
     assert run(play).training.lost == []
     monkeypatch.setattr(Context, "has_left", lambda *_: None)
-    with pytest.raises(AssertionError, match="was committed at"):
-        run(play)
+    assert broken(play).startswith("assert not cluster.training.unexcused")
 
 
 def test_copies_that_are_not_made_are_noticed(monkeypatch):
     monkeypatch.setattr(membership_training, "copy_node", lambda *_: None)
-    with pytest.raises(AssertionError, match="a committed part is on"):
-        run(Play(nodes=3))
+    assert broken(Play(nodes=3)).startswith("assert len(hosts) > 1")
 
 
 def test_a_loss_of_what_an_epoch_began_from_is_noticed(monkeypatch):
@@ -311,15 +316,14 @@ def test_a_loss_of_what_an_epoch_began_from_is_noticed(monkeypatch):
         return found[-1] if [state for state in found if state] == [(1, 1)] else None
 
     monkeypatch.setattr(SimTraining, "_whole", staticmethod(once))
-    with pytest.raises(AssertionError, match=r"\(1, 1\) \(step, epoch\) was committed at"):
+    with pytest.raises(AssertionError, match=r"\(1, 1\)"):
         run(play)
 
 
 def test_a_line_that_is_not_followed_is_noticed(monkeypatch):
     run(ISLAND)
     monkeypatch.setattr(BoardState, "allows", lambda *_: True)
-    with pytest.raises(AssertionError, match="another epoch has left behind"):
-        run(ISLAND)
+    assert broken(ISLAND).startswith("assert on_line,")
 
 
 def test_a_commit_that_is_not_fenced_is_noticed(monkeypatch):
@@ -342,14 +346,14 @@ def test_a_job_that_a_lost_node_ends_is_noticed(monkeypatch):
         return self._stop(94, reason)
 
     monkeypatch.setattr(Coordinator, "_lost", lost)
-    with pytest.raises(AssertionError, match="ended with 94"):
-        run(Play(nodes=3, faults=(Fault(5.0, "kill", 0, 0.0), Fault(6.0, "kill", 1, 0.0))))
+    play = Play(nodes=3, faults=(Fault(5.0, "kill", 0, 0.0), Fault(6.0, "kill", 1, 0.0)))
+    assert broken(play).startswith("assert end.code in allowed")
 
 
 def test_a_job_that_does_not_go_on_is_noticed(monkeypatch):
     monkeypatch.setattr(Candidate, "_campaign", lambda _: None)
-    with pytest.raises(AssertionError, match="not finished"):
-        run(Play(nodes=3, least=2, faults=(Fault(5.0, "coordinator", 0, 0.0),)))
+    play = Play(nodes=3, least=2, faults=(Fault(5.0, "coordinator", 0, 0.0),))
+    assert broken(play).startswith("assert cluster.now < ends_at")
 
 
 def test_a_play_shrinks_to_what_it_takes():

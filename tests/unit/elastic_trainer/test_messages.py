@@ -168,7 +168,7 @@ def test_what_has_changed_gives_the_epoch(epoch, held, data):
 @given(formed, several, several)
 def test_a_change_of_another_table_is_refused(epoch, held, other):
     if held.ids != other.ids:
-        with pytest.raises(ValueError, match="this agent holds"):
+        with pytest.raises(ValueError, match=f"{held.digest}.*{other.digest}$"):
             epoch.since(held).on(other)
 
 
@@ -230,7 +230,7 @@ def test_an_epoch_of_2048_is_short():
 def test_what_does_not_unfold_is_refused(damage):
     whole = encode(large_epoch(300))
     assert decode(whole) == large_epoch(300)
-    with pytest.raises(ValueError, match="not a message"):
+    with pytest.raises(ValueError):  # noqa: PT011  what all decoders raise
         decode(damage(whole))
 
 
@@ -446,12 +446,12 @@ def test_paces_that_cannot_be_compared_are_refused():
 
 
 def test_a_bomb_of_brackets_is_refused():
-    with pytest.raises(ValueError, match="not a message"):
+    with pytest.raises(ValueError):  # noqa: PT011  what all decoders raise
         decode(b"[" * 200_000)
 
 
 def test_an_unknown_report_is_refused():
-    with pytest.raises(ValueError, match="not a report"):
+    with pytest.raises(ValueError, match="Formatted"):
         unwrap(ReportMessage(kind="Formatted", report={}))
 
 

@@ -57,7 +57,7 @@ def test_who_comes_later_is_led_to_the_board_of_the_run(tmp_path, env):
 def test_a_run_with_a_board_of_files_keeps_it(tmp_path, env):
     folder = tmp_path / "board"
     open_board(folder, env={}).set_state(STATE.encode())
-    with pytest.raises(BoardPlaceError, match=r"HF521 .*is files in .*--from"):
+    with pytest.raises(BoardPlaceError, match=r"HF521 .*--from"):
         open_board(folder, ADDRESS, env=env)
     assert elsewhere(folder) is None
 

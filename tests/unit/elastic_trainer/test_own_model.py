@@ -135,11 +135,11 @@ def test_it_is_built_from_the_jobs_folder_with_its_options(folder):
     ("name", "code", "message"),
     [
         ("Missing", "HF330", "AttributeError"),
-        ("function", "HF331", "not a subclass"),
+        ("function", "HF331", "Decoder"),
         ("Extra", "HF331", "second_head"),
         ("Parameter", "HF331", "scale"),
-        ("Forward", "HF331", "forward of its own"),
-        ("Larger", "HF332", "set model.params: 25120"),
+        ("Forward", "HF331", "forward"),
+        ("Larger", "HF332", r"model\.params: 25120"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_the_reason(folder, name, code, message):

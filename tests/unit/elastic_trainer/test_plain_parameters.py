@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,5 +55,5 @@ def test_ranks_that_differ_are_told_alike(tmp_path):
     assert said[0] == said[1]
     same, other_values, other_model, none = said[0]
     assert (same, none) == ("equal", "equal")
-    assert other_values.startswith("HF532 parameter 0.weight is plain and differs between ranks")
-    assert other_model.startswith("HF532 ranks have 2 to 4 plain parameters: build the same model")
+    assert re.match(r"HF532 .*\b0\.weight\b", other_values)
+    assert re.match(r"HF532 .*\b2 to 4\b", other_model)

@@ -203,7 +203,7 @@ LONG = {"prompt": "p" * 6, "completion": "c" * 10}
 
 def test_what_is_longer_than_a_window_is_refused_or_cut(tmp_path):
     path = written(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
-    with pytest.raises(DataError, match=r"^HF709 data\.path: 1 examples .* 17 tokens .*jsonl:2"):
+    with pytest.raises(DataError, match=r"^HF709 data\.path: 1\b.*\b17\b.*jsonl:2"):
         opened(path, tmp_path, seq_len=8)
     inputs, targets, begins = opened(path, tmp_path, seq_len=8, cut_long=True).samples(range(2))
     (row,) = (i for i, begin in enumerate(begins) if not begin.any())
@@ -253,7 +253,7 @@ def test_a_chat_that_the_template_does_not_take_is_refused(template, tmp_path):
     byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     path = written(tmp_path / "a.jsonl", {"messages": CHAT})
-    with pytest.raises(DataError, match=r"^HF708 data\.path: .*a\.jsonl:1: the chat template"):
+    with pytest.raises(DataError, match=r"^HF708 data\.path: .*a\.jsonl:1: "):
         opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
@@ -212,7 +213,7 @@ def test_a_snapshot_is_whole_when_every_shard_is_there() -> None:
     nodes = [[holding(7, 0), holding(8, 0)], [holding(7, 1, node="b")], []]
     assert agreed(nodes, (7, 1)) == ([], True)
     assert agreed(nodes, (8, 1)) == ([1], False)
-    assert "step 8 (epoch 1) lacks 1 of 2 parts (1)" in describe_missing((8, 1), [1], 2)
+    assert re.findall(r"\d+", describe_missing((8, 1), [1], 2)) == ["8", "1", "1", "2", "1"]
 
 
 def test_a_whole_replica_is_not_enough_where_another_may_lack_the_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from pathlib import Path
@@ -140,12 +141,12 @@ def test_an_image_is_torn_until_it_is_sealed(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"")
-    with pytest.raises(TornImageError, match="shorter than a header"):
+    with pytest.raises(TornImageError):
         Image(tmp_path / "image")
 
 
 def test_no_room_is_an_error_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No space|File too large"):
+    with pytest.raises(OSError, match=rf"Errno ({errno.ENOSPC}|{errno.EFBIG})\b"):
         Image(tmp_path / "image", create_bytes=1 << 50)
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +163,7 @@ NUMBERS = st.integers(0, 2**63)
 )
 def test_a_header_survives_the_round_trip(header: Header) -> None:
     assert Header.decode(header.encode(whole=True)) == header
-    with pytest.raises(TornImageError, match="did not finish"):
+    with pytest.raises(TornImageError):
         Header.decode(header.encode(whole=False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,7 @@ def test_the_machines_memory_counts(tmp_path: Path) -> None:
     root = machine(tmp_path, total_mib=1000, free_mib=300)
     assert no_room(tmp_path, 100 * MIB, root=root) is None
     reason = no_room(tmp_path, 250 * MIB, root=root)
-    assert reason == (
-        "250 MiB more do not fit memory: 300 of 1000 MiB are free, and a tenth is left alone"
-    )
+    assert re.findall(r"\d+", reason or "") == ["250", "300", "1000"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,8 @@ def test_the_cgroups_limit_counts(tmp_path: Path, limit: str, usage: str) -> Non
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{mib * MIB}\n")
     assert no_room(tmp_path, 10 * MIB, root=root) is None
-    assert "the cgroup's memory" in (no_room(tmp_path, 40 * MIB, root=root) or "")
+    reason = no_room(tmp_path, 40 * MIB, root=root)
+    assert re.findall(r"\d+", reason or "") == ["40", "50", "200"]
 
 
 @pytest.mark.parametrize("unlimited", ["max", str(2**63 - 4096)])
@@ -66,7 +66,7 @@ def test_no_limit_is_none(tmp_path: Path, unlimited: str) -> None:
     root = machine(tmp_path, total_mib=100_000, free_mib=90_000)
     (root / "sys/fs/cgroup/memory.max").write_text(unlimited)
     (root / "sys/fs/cgroup/memory.current").write_text("1")
-    assert "the cgroup's memory" not in [name for name, _, _ in limits(tmp_path, root=root)]
+    assert len(list(limits(tmp_path, root=root))) == 2, "the disk's and the machine's"
 
 
 def test_this_machine_can_be_read(tmp_path: Path) -> None:

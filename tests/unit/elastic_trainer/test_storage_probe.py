@@ -20,8 +20,10 @@ def test_no_hard_links(tmp_path: Path, number: int) -> None:
     def link(_file: Path, _second: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    with pytest.raises(StorageError, match=f"HF617 {re.escape(str(tmp_path))} .*no hard links"):
+    with pytest.raises(StorageError, match=f"HF617 {re.escape(str(tmp_path))} ") as caught:
         probe_storage(tmp_path, link=link)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == number
     assert list(tmp_path.iterdir()) == []
 
 
@@ -36,7 +38,7 @@ def test_links_that_are_not_exclusive(tmp_path: Path) -> None:
 def test_users_that_the_server_squashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(StorageError, match=f"HF617 .*user {mine + 1} belongs to user {mine}"):
+    with pytest.raises(StorageError, match=rf"HF617 .*user {mine + 1} .*user {mine}\b"):
         probe_storage(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -132,7 +132,7 @@ def test_a_callback_that_comes_too_late_is_refused(tmp_path):
 )
 def test_what_trains_otherwise_on_fewer_ranks_is_refused(options, tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_RECORD_DIR", str(tmp_path))
-    with pytest.raises(ApiError, match="HF535 1 of 2 ranks"):
+    with pytest.raises(ApiError, match="HF535 1 of 2 "):
         trainer_of(tmp_path, **options)
     monkeypatch.setenv("HOLDFAST_FULL_WORLD_SIZE", "1")
     trainer_of(tmp_path, **options)
@@ -161,7 +161,7 @@ def test_a_split_batch_that_the_ranks_cannot_share_is_refused(batch, tmp_path, m
     finds(monkeypatch, lambda _: monkeypatch.setenv("WORLD_SIZE", "3"))
     options = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": batch}
     if batch == 4:
-        with pytest.raises(ApiError, match=r"HF535 3 of 6 ranks .* batch of 4 "):
+        with pytest.raises(ApiError, match=r"HF535 3 of 6 .*\b4\b"):
             trainer_of(tmp_path, **options)
     else:
         assert trainer_of(tmp_path, **options).args.gradient_accumulation_steps == 1

