@@ -23,7 +23,7 @@ from launcher.cli.common import EXIT_INTERRUPTED, runs_option, say
 from launcher.platforms.retries import retried
 from launcher.record.files import RunRecord
 from launcher.record.notices import KINDS, Notice, Notices
-from launcher.runs.runs import find_users_runs
+from launcher.runs.runs import find_users_runs, lost_kind
 from launcher.spec.errors import PermanentError, TemporaryError, UserError
 
 EPILOG = """\b
@@ -114,9 +114,10 @@ class RunFollower:
         fresh = []
         for run in found:
             known = run.path in self._runs
-            record, notices = self._runs.setdefault(
-                run.path, (RunRecord(run.path, newest=True), Notices(run.path.name))
-            )
+            if not known:
+                notices = Notices(run.path.name, lost_kind(run.path))
+                self._runs[run.path] = RunRecord(run.path, newest=True), notices
+            record, notices = self._runs[run.path]
             try:
                 told = [notice for event in record.poll() if (notice := notices.add(event))]
             except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others tell

@@ -88,7 +88,7 @@ def _print_runs(found: Sequence[RunStatus], now_unix: float, *, empty: str) -> N
     print_table(names, rows, numbers=("step", "loss", "nodes", "saved"))
     for each in (one for one in found if not one.state.is_final):
         for finding in each.findings(now_unix):
-            click.echo(f"{_run_name(each.run.path)}: {finding.text}")
+            click.echo(f"{_run_name(each.run.path)}: {finding.text}; {finding.runbook}")
     notes = [
         each.problem or f"{each.target}: {each.platform.reason}"
         for each in found

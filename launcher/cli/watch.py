@@ -19,12 +19,13 @@ from rich.text import Text
 from launcher.cli.common import json_option, print_json, run_argument, runs_option
 from launcher.cli.terminal import LEAVE, direct, key_pressed, keys
 from launcher.platforms.base import JobState
+from launcher.record.event import named
 from launcher.record.status import TrainingStatus
 from launcher.runs.reports.data import owner_of
 from launcher.runs.runs import find_run, find_users_runs
 from launcher.runs.watching.findings import span
 from launcher.runs.watching.run_status import RunStatus, run_statuses
-from launcher.runs.watching.screen import Page, PlainView, screen
+from launcher.runs.watching.screen import Known, Page, PlainView, screen
 from launcher.runs.watching.watch import Following
 
 WATCH_EPILOG = """\b
@@ -60,11 +61,25 @@ def watch(*, run: str, runs: Path, as_json: bool) -> None:
 
 def _print_lines(following: Following) -> None:
     view = PlainView(sys.stdout)
+    told: dict[object, str] = {}
     for _ in _looks(following):
         lines = following.look()
         following.status.up = [*following.status.members, *following.status.spares]
         following.status.num_nodes = max(len(following.status.up), 1)
         view.update(following.status, lines)
+        wrong = _wrong(following.known)
+        for line in (line for key, line in wrong.items() if key not in told):
+            view.note(line)
+        told = wrong
+
+
+def _wrong(known: Known) -> dict[object, str]:
+    """Return what has failed or is wrong now: what tells it from others -> line."""
+    lines: dict[object, str] = {each.kind: f"warning: {each}" for each in known.findings}
+    for each in known.picture.failures:
+        what = f"{each.kind.replace('_', ' ')} {named(each.node or '?', each.host)}"
+        lines[each.epoch, each.node] = f"failure: {what}; {each.signature.of.runbook}"
+    return lines
 
 
 def _print_changes(following: Following) -> None:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
-from elastic_trainer.record.signatures import Signature, signature_of
+from elastic_trainer.record.signatures import signature_of
 from elastic_trainer.storage.files import open_regular
 from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
 from launcher.doctor.scan import Match, Scanned, TimedOut, scan
@@ -24,9 +24,8 @@ from launcher.platforms.targets import TARGETS
 from launcher.record.event import describe, worker_rank
 from launcher.record.failures import RunFailure, failures
 from launcher.record.files import RunRecord
-from launcher.record.run_files import ATTEMPT, STARTS, attempt_order
 from launcher.record.timeline import epochs
-from launcher.runs.runs import find_run, is_run, read_submitted
+from launcher.runs.runs import find_run, is_run, lost_kind, newest_logs
 from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.run_status import platform_text, run_statuses, target_of
 from launcher.spec.errors import UserError
@@ -82,12 +81,11 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: HF613 the record cannot be read.
     """
-    found, lost = [], _lost_kind(run_dir)
+    found = []
     record = RunRecord(run_dir)
     record.poll()
-    for failure in failures(record.events, epochs(record.events)):
-        signature = _signature(failure, lost)
-        of, action = signature.of, signature.action
+    for failure in failures(record.events, epochs(record.events), lost_kind(run_dir)):
+        of, action = failure.signature.of, failure.signature.action
         found.append(
             {
                 "class": of.name,
@@ -109,29 +107,6 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _lost_kind(run_dir: Path) -> str:
-    """Return what the loss of a node is called on the platform of a run."""
-    try:
-        submission = read_submitted(run_dir)
-    except UserError:  # damaged: what it says is told by `status`
-        submission = None
-    own = _own_target(run_dir)
-    return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
-
-
-def _own_target(run_dir: Path) -> str:
-    """Return where a run is that kubectl, sbatch or an agent's command line began."""
-    if (run_dir / STARTS).is_dir():
-        return "pytorchjob"
-    newest = newest_logs(run_dir)
-    return "slurm" if newest is not None and "." in newest.name else "local"
-
-
-def _signature(failure: RunFailure, lost: str) -> Signature:
-    kind = lost if failure.kind == Kind.NODE_LOST else failure.kind
-    return signature_of(kind, failure.detail)
-
-
 def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]:
     """Return what the platform says keeps the job from running, or ended it, as a log.
 
@@ -146,7 +121,7 @@ def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]
         unread.append(f"{target}: {platform_text(status)}")
         return []
     broke = [each for each in status.findings(time.time()) if each.kind is FindingKind.NODE_BROKE]
-    said = str(broke[0]) if broke else ""
+    said = broke[0].text if broke else ""
     if status.state in (JobState.PENDING, JobState.FAILED):
         said = platform_text(status)
     name = f"{target} job {status.job.id}"
@@ -182,12 +157,6 @@ def _files_of(root: Path) -> Iterator[Path]:
     yield from sorted(path for path in root.glob("*") if path.suffix in (".out", ".err", ".log"))
     newest = newest_logs(root) or root / "logs"
     yield from sorted(path for path in newest.rglob("*") if path.is_file())
-
-
-def newest_logs(run_dir: Path) -> Path | None:
-    """Return the folder with the logs of the newest attempt, if there is one."""
-    attempts = [path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)]
-    return max(attempts, key=lambda path: attempt_order(path.name), default=None)
 
 
 def _read(path: Path, root: Path, number: int) -> Scanned:
@@ -267,18 +236,17 @@ def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     except UserError as error:
         unread.append(f"{file}: {error}")
         return AgentsRecord()
-    failed = failures(record.events, epochs(record.events))
+    failed = failures(record.events, epochs(record.events), lost_kind(run_dir))
     slow = [each for each in record.events if each.event == "worker.slow"]
-    lost = _lost_kind(run_dir)
-    found = [_of_failure(each, lost, file, (number, n)) for n, each in enumerate(failed, 1)]
+    found = [_of_failure(each, file, (number, n)) for n, each in enumerate(failed, 1)]
     found = found or [_of_slow(each, file, (number, 1)) for each in slow[-1:]]
     trains = any(each.event in ("step.completed", "script.progress") for each in record.events)
     return AgentsRecord(failures=found, code=_code(record.events), trains=trains)
 
 
-def _of_failure(failure: RunFailure, lost: str, file: str, order: tuple[int, int]) -> Recorded:
+def _of_failure(failure: RunFailure, file: str, order: tuple[int, int]) -> Recorded:
     found = Match(
-        signature=_signature(failure, lost),
+        signature=failure.signature,
         file=file,
         line=order[1],
         text=f"{_stamp(failure.t, failure.node, failure.rank)}: {failure.kind}: "

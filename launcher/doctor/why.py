@@ -18,12 +18,14 @@ from elastic_trainer.record.failures import (
     classify,
     one_line,
 )
+from elastic_trainer.record.signatures import signature_of
 from elastic_trainer.storage.files import open_regular
-from launcher.doctor.doctor import newest_logs, run_failures
+from launcher.doctor.doctor import run_failures
 from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobState
 from launcher.record import stop_request
 from launcher.record.event import describe, named, worker_rank
 from launcher.record.status import TrainingStatus
+from launcher.runs.runs import newest_logs
 from launcher.runs.watching.findings import Finding, FindingKind, when
 from launcher.runs.watching.run_status import RunStatus, headline, platform_text
 
@@ -243,7 +245,8 @@ def _classified(log: Path, code: int | None) -> str:
     if not text:
         return ""
     found = classify(code=code or 1, signal=None, log_tail=text, at_start=True)
-    return f"the job's own output says: {found.kind}: {found.detail}"
+    runbook = signature_of(found.kind, found.detail).of.runbook
+    return f"the job's own output says: {found.kind}: {found.detail}; {runbook}"
 
 
 def _who(failed: Event, training: TrainingStatus) -> str:

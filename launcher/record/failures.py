@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
+from elastic_trainer.record.signatures import Signature, signature_of
 from launcher.record.event import named, node_names, number, worker_rank
 from launcher.record.timeline import EpochSpan
 
@@ -88,6 +89,14 @@ class RunFailure:
     """None: nothing tells (a script's)."""
     from_scratch: bool = False
     """It did not recover its progress: a script began at its first step again."""
+    lost: str = Kind.NODE_LOST
+    """What the platform calls the loss of a node."""
+
+    @property
+    def signature(self) -> Signature:
+        """Its class, what to do, and its runbook."""
+        kind = self.lost if self.kind == Kind.NODE_LOST else self.kind
+        return signature_of(kind, self.detail)
 
     def to_json(self, origin: float) -> dict[str, Any]:
         """Return plain JSON types; `at_s` is its time since `origin`."""
@@ -98,6 +107,7 @@ class RunFailure:
         return {
             **{name: getattr(self, name) for name in plain},
             "detail": self.detail,
+            "runbook": self.signature.of.runbook,
             "at_s": round(self.t - origin, 3),
             "detected_s": None if self.detected_s is None else round(self.detected_s, 3),
             "recovered_s": None if self.recovered_s is None else round(self.recovered_s, 3),
@@ -108,8 +118,10 @@ class RunFailure:
         }
 
 
-def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[RunFailure]:
-    """Return the failures in order of time.
+def failures(
+    events: Sequence[Event], spans: Sequence[EpochSpan], lost: str = Kind.NODE_LOST
+) -> list[RunFailure]:
+    """Return the failures in order of time; `lost` is the platform's kind of a node's loss.
 
     For each epoch the evidence about it is gathered by node: injected faults,
     `member.lost`, `worker.hung`, `worker.exit`. Workers that failed only because
@@ -129,6 +141,7 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[RunFai
                 _measure(failure, span, after, timed)
             before = [e for e in started if e.node == failure.node and e.t_unix <= failure.t]
             failure.host = before[-1].fields.get("host") if before else None
+            failure.lost = lost
             found.append(failure)
     return sorted(found, key=lambda failure: failure.t)
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import EXIT_SAVED, Kind
+from elastic_trainer.record.signatures import signature_of
 from launcher.record.event import counts, node_names, parked_text, whole
 
 _MARKS: Final = {
@@ -29,6 +31,8 @@ class Notice:
     step: int | None
     """Newest completed step."""
     t_unix: float
+    runbook: str = ""
+    """The command that prints what to do; empty: nothing is to be done."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of a webhook."""
@@ -37,14 +41,22 @@ class Notice:
     def to_slack(self) -> dict[str, Any]:
         """Return the body of a Slack webhook."""
         step = "" if self.step is None else f" (step {self.step})"
-        return {"text": f"{_MARKS[self.kind]} {self.run}: {self.text}{step}"}
+        do = f"; {self.runbook}" if self.runbook else ""
+        return {"text": f"{_MARKS[self.kind]} {self.run}: {self.text}{step}{do}"}
 
 
 class Notices:
-    """Turns one run's events into notices; one for each failure, however many ranks tell of it."""
+    """Turns one run's events into notices; one for each failure, however many ranks tell of it.
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    Args:
+        run: its name.
+        lost: the platform's kind of a node's loss.
+    """
+
+    def __init__(self, run: str, lost: str = Kind.NODE_LOST) -> None:
+        self._run, self._lost = run, lost
+        self._runbook = self._of_the_run = f"holdfast runbook --for {run}"
+        """Of the newest failure of a worker; else the doctor finds it."""
         self._step: int | None = None
         self._failed_unix: float | None = None
         """Time of the failure that the run has not recovered from."""
@@ -55,25 +67,33 @@ class Notices:
         fields = event.fields
         match event.event:
             case "step.completed":
-                self._step = event.step
+                self._step, self._runbook = event.step, self._of_the_run
                 return self._recovered(event)
+            case "worker.exit" | "worker.hung":
+                kind = str(fields.get("kind", Kind.HANG) or "")
+                if kind not in {"", Kind.COLLATERAL}:
+                    self._runbook = _runbook(kind, str(fields.get("detail") or ""))
             case "epoch.aborted" | "member.lost":  # a coordinator that died aborts nothing
                 if self._failed_unix is None:
                     self._failed_unix = event.t_unix
                     who = node_names(fields.get("victims") or [fields.get("member")])
                     text = f"{', '.join(who) or 'the epoch'} failed: {fields.get('reason', '?')}"
-                    return self._notice("failure", event, text)
+                    runbook = self._runbook
+                    if event.event == "member.lost":
+                        runbook = _runbook(self._lost, str(fields.get("reason", "")))
+                    return self._notice("failure", event, text, runbook)
             case "membership.parked":
                 if not self._parked:
                     self._parked = True
                     text = f"{parked_text(*counts(event))}; it waits for nodes"
-                    return self._notice("parked", event, text)
+                    return self._notice("parked", event, text, _runbook(self._lost))
             case "run.ended":
                 self._failed_unix, self._parked = None, False
                 if (code := whole(event, "code")) == 0:
                     return self._notice("completed", event, "it has done its last step")
                 text = f"it ended with exit code {code}: see holdfast why {self._run}"
-                return self._notice("stopped", event, text)
+                runbook = "" if code == EXIT_SAVED else self._of_the_run
+                return self._notice("stopped", event, text, runbook)
         return None
 
     def _recovered(self, event: Event) -> Notice | None:
@@ -84,5 +104,16 @@ class Notices:
         after = "" if failed is None else f" {event.t_unix - failed:.1f} s after the failure"
         return self._notice("recovery", event, f"it trains again{after}")
 
-    def _notice(self, kind: str, event: Event, text: str) -> Notice:
-        return Notice(run=self._run, kind=kind, text=text, step=self._step, t_unix=event.t_unix)
+    def _notice(self, kind: str, event: Event, text: str, runbook: str = "") -> Notice:
+        return Notice(
+            run=self._run,
+            kind=kind,
+            text=text,
+            step=self._step,
+            t_unix=event.t_unix,
+            runbook=runbook,
+        )
+
+
+def _runbook(kind: str, detail: str = "") -> str:
+    return signature_of(kind, detail).of.runbook

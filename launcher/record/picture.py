@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
+from elastic_trainer.record.failures import Kind
 from launcher.record.cost import GpuTime, gpu_time_since
 from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import TrainingStatus
@@ -69,8 +70,17 @@ class Picture:
         }
 
 
-def picture(events: Sequence[Event], status: TrainingStatus, *, gpus_per_node: int) -> Picture:
-    """Fold the newest events of a run, in order of time; `status` has taken all of them."""
+def picture(
+    events: Sequence[Event],
+    status: TrainingStatus,
+    *,
+    gpus_per_node: int,
+    lost: str = Kind.NODE_LOST,
+) -> Picture:
+    """Fold the newest events of a run, in order of time; `status` has taken all of them.
+
+    `lost` is the platform's kind of a node's loss.
+    """
     if not events:
         return Picture()
     spans = epochs(events)
@@ -87,7 +97,7 @@ def picture(events: Sequence[Event], status: TrainingStatus, *, gpus_per_node: i
         goodput=busy_s / (last_t - begun_t) if busy_s and last_t > begun_t else None,
         spent=gpu_time_since(events, begun_t, gpus_per_node=gpus_per_node),
         window_s=last_t - begun_t,
-        failures=failures(events, spans),
+        failures=failures(events, spans, lost),
     )
 
 

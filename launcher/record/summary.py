@@ -26,6 +26,7 @@ Seconds are rounded to milliseconds. Definitions:
 - Of a `command` the `steps` are those it has shown (docs/scripts.md); what needs every step is
   null.
 - `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
+- `failures[].runbook`: the command that prints what to do about it.
 - `failures[].recovered_s`: from the fault's own moment when it was injected,
   else from its detection, to the first step completed in a later epoch; the
   seconds in `phases` are the longest over the nodes, and `other_s` is what
@@ -42,7 +43,7 @@ from typing import Any
 
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
-from elastic_trainer.record.failures import EXIT_SAVED
+from elastic_trainer.record.failures import EXIT_SAVED, Kind
 from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.record.failures import RunFailure, excluded_machines, failures
 from launcher.record.status import saved_nothing, steps_asked
@@ -58,18 +59,20 @@ def summarise(
     config: TrainConfig | None = None,
     audit: SampleAudit | None = None,
     code: int | None = None,
+    lost: str = Kind.NODE_LOST,
 ) -> dict[str, Any]:
     """Return what summary.json holds, as defined at the top of this module.
 
     `events` are in order of time; `audit` is the ledger's account of samples, without which both
-    numbers are null; `code` is the run's exit code, None while it is running.
+    numbers are null; `code` is the run's exit code, None while it is running; `lost` is the platform's
+    kind of a node's loss.
     """
     seen = Counter(event.event for event in events)
     begun = [event.t_unix for event in events if event.event == "run.started"]
     origin = next(iter(begun), events[0].t_unix if events else 0.0)
     spans = epochs(events)
     counted = lineage(spans)
-    failed = failures(events, spans)
+    failed = failures(events, spans, lost)
     first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
     attempts = {bisect_right(begun, span.formed_t) for span in spans} - {0}
     wall_s, busy_s = _wall_seconds(events), _busy_seconds(counted)

@@ -14,7 +14,9 @@ from elastic_trainer.storage.typed import Unix, build, parse_json, unix_time
 from launcher.fleet.node_ledger import writer
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.installed import installed_version
+from launcher.platforms.targets import TARGETS
 from launcher.record.files import note_event
+from launcher.record.run_files import ATTEMPT, STARTS, attempt_order
 from launcher.runs.run_dir import AGENTS_SCRIPT, JOB_JSON, load
 from launcher.spec.errors import UserError, writing
 
@@ -128,6 +130,30 @@ def read_submitted(run_dir: Path) -> Submission | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
+
+
+def lost_kind(run_dir: Path) -> str:
+    """Return what the loss of a node is called on the platform of a run."""
+    try:
+        submission = read_submitted(run_dir)
+    except UserError:  # damaged: what it says is told by `status`
+        submission = None
+    own = _own_target(run_dir)
+    return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
+
+
+def _own_target(run_dir: Path) -> str:
+    """Return where a run is that kubectl, sbatch or an agent's command line began."""
+    if (run_dir / STARTS).is_dir():
+        return "pytorchjob"
+    newest = newest_logs(run_dir)
+    return "slurm" if newest is not None and "." in newest.name else "local"
+
+
+def newest_logs(run_dir: Path) -> Path | None:
+    """Return the folder with the logs of the newest attempt, if there is one."""
+    attempts = [path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)]
+    return max(attempts, key=lambda path: attempt_order(path.name), default=None)
 
 
 def _former(path: Path) -> list[dict[str, Any]]:

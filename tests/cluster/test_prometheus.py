@@ -84,19 +84,21 @@ tests:
       - eval_time: 20m
         alertname: HoldfastNoProgress
         exp_alerts: [{{exp_labels: {{run: a, severity: critical}}, exp_annotations: {{
-          summary: "a: no step for 19m 0s", runbook_url: docs/runbooks/hang.md}}}}]
+          summary: "a: no step for 19m 0s", runbook: holdfast runbook hang,
+          runbook_url: docs/runbooks/hang.md}}}}]
       - {{eval_time: 5m, alertname: HoldfastParked, exp_alerts: []}}
       - eval_time: 8m
         alertname: HoldfastParked
         exp_alerts: [{{
           exp_labels: {{run: b, severity: critical, state: parked}}, exp_annotations: {{
           summary: "b waits: too few nodes for its smallest layout",
+          runbook: holdfast runbook slurm_node_fail,
           runbook_url: docs/runbooks/slurm_node_fail.md}}}}]
       - eval_time: 15m
         alertname: HoldfastStopped
         exp_alerts: [{{exp_labels: {{run: c, severity: critical}}, exp_annotations: {{
           summary: "c ended with exit code 94", runbook_url: docs/runbooks/README.md,
-          description: "See `holdfast why` and `holdfast runbook --for` of the run."}}}}]
+          runbook: holdfast runbook --for c, description: "See `holdfast why`."}}}}]
       - {{eval_time: 30m, alertname: HoldfastBlind, exp_alerts: []}}
 """
 

@@ -20,7 +20,7 @@ from launcher.record.event import number
 from launcher.record.files import RunRecord, events_named
 from launcher.record.summary import summarise
 from launcher.runs import run_dir as run_dirs
-from launcher.runs.runs import StoredRun, submit_times
+from launcher.runs.runs import StoredRun, lost_kind, submit_times
 from launcher.spec.errors import UserError, reason_of
 
 Curve = Sequence[tuple[int, float]]
@@ -202,7 +202,8 @@ def current_summary(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
     code = ends[-1].fields.get("code") if ends and ends[-1].event == "run.ended" else None
     audited = audit_ledger(run_dir, config)
     code = code if isinstance(code, int) else None
-    return summarise(events, config=config, audit=audited, code=code), events
+    lost = lost_kind(run_dir)
+    return summarise(events, config=config, audit=audited, code=code, lost=lost), events
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

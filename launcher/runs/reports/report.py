@@ -160,6 +160,7 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
             "?" if failure["steps_redone"] is None else failure["steps_redone"],
             failure["injected"] or "no",
             failure["detail"],
+            failure["runbook"],
         )
         for number, failure in enumerate(summary["failures"], 1)
     ]
@@ -175,7 +176,7 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
     ]
     excluded = [(each["host"], each["member"], each["reason"]) for each in summary["excluded"]]
     head = ("#", "kind", "node", "after step", "epoch", "detected", "recovered", "steps redone")
-    tables: list[Table] = [("Failures", (*head, "injected", "detail"), failures)]
+    tables: list[Table] = [("Failures", (*head, "injected", "detail", "runbook"), failures)]
     if excluded:
         tables.append(("Excluded machines", ("machine", "node", "reason"), excluded))
     return [*tables, ("Layouts", ("steps", "layout", "nodes", "which", "epoch"), layouts)]

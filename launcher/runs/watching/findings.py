@@ -18,6 +18,8 @@ from itertools import pairwise
 from typing import Any, Final
 
 from elastic_trainer.plan.config import ElasticSection
+from elastic_trainer.record.failures import Kind
+from elastic_trainer.record.signatures import signature_of
 from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
 from launcher.record.timeline import StepDone
@@ -34,7 +36,7 @@ _ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANC
 
 
 class FindingKind(enum.StrEnum):
-    """What is wrong, for programs."""
+    """What is wrong, for programs; `stands_for` in signatures.toml says of which class it is."""
 
     SUSPENDED = "suspended"
     NODE_BROKE = "node_broke"
@@ -54,13 +56,25 @@ class Finding:
     text: str
     how_to_fix: str = ""
     """Empty: the run recovers by itself."""
+    of: str = ""
+    """The platform's kind of a node's loss, where it is one."""
+
+    @property
+    def runbook(self) -> str:
+        """The command that prints what to do."""
+        return signature_of(self.of or self.kind, self.text).of.runbook
 
     def __str__(self) -> str:
-        return f"{self.text}; {self.how_to_fix}" if self.how_to_fix else self.text
+        return "; ".join(filter(None, (self.text, self.how_to_fix, self.runbook)))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {"kind": str(self.kind), "text": self.text, "how_to_fix": self.how_to_fix or None}
+        return {
+            "kind": str(self.kind),
+            "text": self.text,
+            "how_to_fix": self.how_to_fix or None,
+            "runbook": self.runbook,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +95,7 @@ def findings(
     problem: str = "",
     disks: Iterable[DiskSpace] = (),
     nodes_return: bool = True,
+    lost_kind: str = Kind.NODE_LOST,
     now_unix: float,
 ) -> list[Finding]:
     """Return what is wrong, the gravest first.
@@ -94,6 +109,7 @@ def findings(
         problem: why what the run has written cannot be read, or is not the newest; empty: it can.
         disks: of the run's directory and its checkpoints, where this machine sees them.
         nodes_return: a node that the platform holds for lost can take part again in the same job.
+        lost_kind: the platform's kind of a node's loss.
         now_unix: the time.
     """
     saves = None if training is None else _saves(training, now_unix)
@@ -103,7 +119,7 @@ def findings(
     if platform.suspended:
         text = "it is suspended: its processes are stopped where they are"
         found.append(Finding(FindingKind.SUSPENDED, text, platform.words))
-    found.append(_broke(platform, training))
+    found.append(_broke(platform, training, lost_kind))
     if problem:
         text = f"its record cannot be read now, so its progress is unknown: {problem}"
         found.append(Finding(FindingKind.RECORD_AWAY, text))
@@ -125,19 +141,21 @@ def findings(
             )
         verb = "is" if len(lost) == 1 else "are"
         text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
-        found.append(Finding(FindingKind.NODES_LOST, text, fix))
+        found.append(Finding(FindingKind.NODES_LOST, text, fix, of=lost_kind))
     found += [_full(disks), saves]
     return [finding for finding in found if finding is not None]
 
 
-def _broke(platform: JobStatus, training: TrainingStatus | None) -> Finding | None:
+def _broke(
+    platform: JobStatus, training: TrainingStatus | None, lost_kind: str
+) -> Finding | None:
     """Return how the platform ended a node, or cannot start it; survived once a step follows."""
     steps = [] if training is None else training.steps
     if platform.broke is None or (steps and steps[-1].t > platform.broke):
         return None
     reason = platform.reason if platform.reason not in platform.words else ""
     text = f"{platform.words} ({reason})" if reason else platform.words
-    return Finding(FindingKind.NODE_BROKE, text)
+    return Finding(FindingKind.NODE_BROKE, text, of=lost_kind)
 
 
 # --- silence ---------------------------------------------------------------------------------

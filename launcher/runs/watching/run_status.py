@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.quantities import counted
+from elastic_trainer.record.failures import Kind
 from launcher.platforms.background import NEVER_STARTED
 from launcher.platforms.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, state_of
 from launcher.platforms.targets import TARGETS, target_named
@@ -61,6 +62,7 @@ class RunStatus:
             problem=self.problem,
             disks=self.disks,
             nodes_return=target is None or target.nodes_return,
+            lost_kind=Kind.NODE_LOST if target is None else target.lost,
             now_unix=now_unix,
         )
 
@@ -233,7 +235,9 @@ def detail_lines(status: RunStatus, now_unix: float) -> list[tuple[str, str]]:
         rows.append(("platform", said))
     told = FindingKind.NODE_BROKE if said else None  # in the platform's row
     found = status.findings(now_unix)
-    rows += [("warning", str(each)) for each in found if each.kind is not told]
+    rows += [
+        ("runbook", each.runbook) if each.kind is told else ("warning", str(each)) for each in found
+    ]
     if status.problem and status.state is not JobState.RUNNING:
         rows.append(("problem", status.problem))
     if training is not None and training.last_unix is not None:

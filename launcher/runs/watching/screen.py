@@ -22,7 +22,7 @@ from launcher.record.event import named
 from launcher.record.failures import RunFailure
 from launcher.record.picture import NodeState, Picture
 from launcher.record.status import TrainingStatus
-from launcher.runs.watching.findings import span, when
+from launcher.runs.watching.findings import Finding, span, when
 
 
 class Page(StrEnum):
@@ -44,7 +44,7 @@ class Known:
     """Newest last."""
     platform: str = ""
     """What the platform says of the job."""
-    warnings: Sequence[str] = ()
+    findings: Sequence[Finding] = ()
     now_unix: float
 
 
@@ -92,8 +92,16 @@ def _head(known: Known, width: int) -> list[Text]:
     if status.last_unix is not None:
         where.append(f"last event {when(status.last_unix, known.now_unix)}")
     lines = [top, Text("  ".join(where)), _progress(known, width), _figures(picture, status)]
-    lines += [Text(f"! {warning}", "yellow") for warning in known.warnings[:2]]
+    for finding in known.findings[:2]:
+        said = "; ".join(filter(None, (finding.text, finding.how_to_fix)))
+        lines.append(_with_runbook(Text(f"! {said}", "yellow"), finding.runbook, width))
     return lines
+
+
+def _with_runbook(text: Text, runbook: str, width: int) -> Text:
+    """Return a line that ends with the command of a runbook, which is never cut off."""
+    text.truncate(max(0, width - len(runbook) - 2), overflow="ellipsis")
+    return text.append(f"; {runbook}")
 
 
 def _progress(known: Known, width: int) -> Text:
@@ -135,7 +143,7 @@ def _overview(known: Known, width: int, room: int) -> list[Text]:
     lines = [*_curve(picture.loss, width, curve), Text("")]
     if picture.spent.allocated:
         lines += [*_causes(picture, width), Text("")]
-    failed = _failure_lines(picture.failures, known.now_unix, most=3)
+    failed = _failure_lines(picture.failures[-3:], known.now_unix, width)
     below = [Text("last failures", "bold"), *failed] if failed else []
     grid = _grid(picture.nodes, width, max(1, room - len(lines) - len(below) - 3))
     return [*lines, *grid, Text(""), *below]
@@ -156,13 +164,12 @@ def _nodes(known: Known, width: int, room: int) -> list[Text]:
 
 
 def _failures(known: Known, width: int, room: int) -> list[Text]:
-    del width
     found = known.picture.failures
     if not found:
         return [Text("no failure in the part of the record that was read", "dim")]
     lines: list[Text] = []
     for failure in reversed(found):
-        lines += _failure_lines([failure], known.now_unix, most=1)
+        lines += _failure_lines([failure], known.now_unix, width)
         phases = "  ".join(f"{phase} {s:.2f}" for phase, s in failure.phases.items())
         lines.append(Text(f"    {phases or failure.detail}", "dim"))
         if len(lines) >= room:
@@ -272,9 +279,9 @@ def _causes(picture: Picture, width: int) -> list[Text]:
     return [bar, parts]
 
 
-def _failure_lines(found: Sequence[RunFailure], now_unix: float, *, most: int) -> list[Text]:
+def _failure_lines(found: Sequence[RunFailure], now_unix: float, width: int) -> list[Text]:
     lines = []
-    for failure in reversed(found[-most:]):
+    for failure in reversed(found):
         kind = failure.kind.replace("_", " ")
         place = named(failure.node or "?", failure.host)
         text = Text(f"{span(max(0.0, now_unix - failure.t))} ago: ", "dim")
@@ -286,7 +293,7 @@ def _failure_lines(found: Sequence[RunFailure], now_unix: float, *, most: int) -
             text.append(
                 "" if failure.steps_redone is None else f", {failure.steps_redone:,} redone"
             )
-        lines.append(text)
+        lines.append(_with_runbook(text, failure.signature.of.runbook, width))
     return lines
 
 

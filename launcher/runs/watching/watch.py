@@ -27,7 +27,7 @@ from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import Fetcher
-from launcher.runs.runs import StoredRun, current_job
+from launcher.runs.runs import StoredRun, current_job, lost_kind
 from launcher.runs.watching.findings import FindingKind
 from launcher.runs.watching.follow_logs import Line, LogReader
 from launcher.runs.watching.run_status import (
@@ -230,6 +230,7 @@ class Following:
         self._record = RunRecord(run.path, newest=True)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._picture, self._picture_due = Picture(), float("-inf")
+        self._lost = lost_kind(run.path)
         self._stale = True
         self.rest_s = _LOOK_S
 
@@ -249,7 +250,9 @@ class Following:
         now = time.monotonic()
         if self._stale and now >= self._picture_due:
             gpus = self.status.config.gpus_per_node
-            self._picture = picture(self._record.events, self.status, gpus_per_node=gpus)
+            self._picture = picture(
+                self._record.events, self.status, gpus_per_node=gpus, lost=self._lost
+            )
             took = time.monotonic() - now
             self._picture_due = now + max(_PICTURE_S, took / _PICTURE_SHARE)
             self._stale = False
@@ -259,7 +262,6 @@ class Following:
     def known(self) -> Known:
         """What a screen is drawn from."""
         answer, now = self.answer, time.time()
-        warnings = [] if answer is None else [str(each) for each in answer.findings(now)]
         platform = ""
         if answer is not None and answer.job.id:
             platform = f"{answer.target} job {answer.job.id}: {answer.state}"
@@ -268,7 +270,7 @@ class Following:
             picture=self._picture,
             events=tuple(self._lines),
             platform=platform,
-            warnings=warnings,
+            findings=[] if answer is None else answer.findings(now),
             now_unix=now,
         )
 

@@ -181,6 +181,35 @@ def test_what_the_platform_did_to_a_node_comes_first_until_a_step_follows():
     assert FindingKind.NODE_BROKE not in found(stream.steps(65, ranks=1), status=status)
 
 
+def runbooks(*args, **more):
+    """Return kind -> class of the runbook that a finding ends with."""
+    told = found(*args, **more)
+    assert all(str(each).endswith(f"; {each.to_json()['runbook']}") for each in told.values())
+    return {str(kind): each.runbook.removeprefix("holdfast runbook ") for kind, each in told.items()}
+
+
+def test_each_finding_names_the_runbook_of_its_class():
+    full = DiskSpace(path="/scratch", free_bytes=0)
+    assert runbooks(training(), after=80.0, disks=(full,)) == {
+        "no_progress": "hang",
+        "disk_full": "disk_full",
+    }
+    assert runbooks(training(), problem="the pod does not answer") == {"record_away": "storage_io"}
+    status = dataclasses.replace(RUNNING, suspended=True)
+    assert runbooks(training(), status=status) == {"suspended": "slurm_preempted"}
+    stream = training()
+    stream.add("checkpoint.failed", epoch=1, step=64, reason="it failed")
+    assert runbooks(stream) == {"saves_fail": "storage_io"}
+    stream.add("checkpoint.failed", epoch=1, step=64, reason="No space left on device")
+    assert runbooks(stream) == {"saves_fail": "disk_full"}
+    stream = training().kill_node("n1")
+    assert runbooks(stream) == {"batch_host_lost": "slurm_node_fail", "nodes_lost": "node_lost"}
+    assert runbooks(stream, lost_kind="pod_lost")["nodes_lost"] == "k8s_pod_lost"
+    for words, name in (("Error", "k8s_pod_lost"), ("OOMKilled", "host_oom")):
+        status = dataclasses.replace(RUNNING, words=words, broke=9e9)
+        assert runbooks(training(), status=status, lost_kind="pod_lost") == {"node_broke": name}
+
+
 def test_a_coordinator_that_nobody_knew_is_no_node():
     stream = Stream().start()
     stream.add("member.lost", node="n1", member="?", host="?", reason="EOF")

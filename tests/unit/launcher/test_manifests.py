@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.settings import NodeStatus
+from launcher.doctor.runbook import titles
 from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
 from launcher.render.pod import METRICS_PORT
 from launcher.runs.reports.metrics import RunsCollector
@@ -186,10 +187,10 @@ def test_alerts_say_what_to_do():
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
         about = alert["annotations"]
-        assert (
-            "holdfast" in about.get("description", "")
-            or (ROOT.parent / about["runbook_url"]).is_file()
-        )
+        name = Path(about["runbook_url"]).stem
+        command = about["runbook"].removeprefix("holdfast runbook ")
+        assert command == name if name in titles() else command.startswith("--for "), about
+        assert (ROOT.parent / about["runbook_url"]).is_file()
 
 
 def of_agents():

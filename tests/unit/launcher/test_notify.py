@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import os
@@ -33,8 +34,8 @@ PARKED = event("membership.parked", t=11.0, have=1, need=2)
 OVER = event("run.ended", t=30.0, code=0)
 
 
-def told(*events):
-    notices = Notices("one")
+def told(*events, lost="node_lost"):
+    notices = Notices("one", lost)
     return [notice for each in events if (notice := notices.add(each))]
 
 
@@ -55,9 +56,29 @@ def test_parking_is_told_once_until_it_trains_again():
     assert "94" in found[-1].text
 
 
+def test_a_notice_cites_the_runbook_of_its_class():
+    oom = {"kind": "out_of_memory", "detail": "CUDA out of memory. Tried to allocate 2 GiB"}
+    lost = event("member.lost", member="n2", reason="EOF")
+    step, parked = event("step.completed", 5, t=12.5), PARKED
+    for events, name in (
+        ([event("worker.exit", **oom), ABORTED], "cuda_oom"),
+        ([event("worker.exit", **oom), step, ABORTED], "--for one"),
+        ([event("worker.exit", kind="collateral", detail="EOF"), ABORTED], "--for one"),
+        ([event("worker.hung", member="n2"), ABORTED], "hang"),
+        ([event("worker.exit", **oom), lost], "k8s_pod_lost"),
+        ([parked], "k8s_pod_lost"),
+        ([event("run.ended", code=94)], "--for one"),
+    ):
+        assert told(*events, lost="pod_lost")[-1].runbook == f"holdfast runbook {name}", events
+    for events in ([ABORTED, step], [OVER], [event("run.ended", code=91)]):
+        assert told(*events)[-1].runbook == ""
+
+
 def test_slack_gets_a_text():
     notice = Notice(run="one", kind="parked", text="it waits", step=7, t_unix=0.0)
     assert notice.to_slack() == {"text": ":rotating_light: one: it waits (step 7)"}
+    notice = dataclasses.replace(notice, runbook="holdfast runbook hang")
+    assert notice.to_slack()["text"].endswith("(step 7); holdfast runbook hang")
 
 
 class Server(http.server.ThreadingHTTPServer):

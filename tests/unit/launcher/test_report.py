@@ -46,7 +46,7 @@ def test_the_page_is_self_contained_and_escaped():
     assert not re.search(r"<script|<link|@import|https?:|url\(", page)
     assert "<title>&lt;t&gt; &amp; $x$</title>" in page
     assert "<pre>&lt;x&gt;</pre>" in page
-    for cell in ("node lost", "dp4", "dp3", "kill-coordinator"):
+    for cell in ("node lost", "dp4", "dp3", "kill-coordinator", "holdfast runbook node_lost"):
         assert f"<td>{cell}</td>" in page
 
 

@@ -13,9 +13,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from elastic_trainer.record.signatures import Remedy, classes
+from elastic_trainer.record.failures import Kind
+from elastic_trainer.record.signatures import Remedy, classes, signature_of
 from launcher.cli.main import cli
 from launcher.doctor.runbook import FOLDER, Names, index, page, titles
+from launcher.platforms.targets import TARGETS
+from launcher.runs.watching.findings import FindingKind
 from launcher.spec.errors import UserError
 from launcher.spec.spec import all_sections, keys_of
 
@@ -50,6 +53,21 @@ def test_every_class_has_what_an_operator_does_and_the_reverse():
     assert set(tomllib.loads((FOLDER / "actions.toml").read_text())) == {
         each.value for each in Remedy
     }
+
+
+def test_every_kind_of_failure_and_finding_is_of_one_class_with_a_page():
+    raw = tomllib.loads((ROOT / "elastic_trainer/record/signatures.toml").read_text())
+    kinds = [kind for each in raw.values() for kind in each.get("stands_for", ())]
+    lost = {target.lost for target in TARGETS.values()}
+    assert sorted(kinds) == sorted({*Kind, *FindingKind, *lost})
+    for kind in kinds:
+        assert page(signature_of(kind, "").of.name)
+
+
+def test_the_page_of_a_gpu_has_the_half_of_amd():
+    text = page("gpu_xid")
+    assert all(word in text for word in ("RAS", "ring", "HSA_STATUS_ERROR", "amd-smi list"))
+    assert "||" not in text, "the second command would run here, not on the node"
 
 
 def test_the_procedures_are_there():
@@ -119,7 +137,7 @@ def test_names_are_filled_in_as_words_of_a_shell():
     assert "holdfast why 'runs/a b'\n" in text
     assert "srun --overlap --jobid 4711 -w 'n$(reboot)' nvidia-smi" in text
     assert "NODE" not in text.replace("NODE_", "")
-    assert page("gpu_ecc", Names(node="JOB")).count("-w JOB ") == 2, (
+    assert page("gpu_ecc", Names(node="JOB")).count("-w JOB ") == 3, (
         "a value is not looked at again"
     )
 

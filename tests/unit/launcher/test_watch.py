@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from launcher.record.picture import NodeState, picture
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 from launcher.runs.runs import find_run
+from launcher.runs.watching.findings import Finding, FindingKind
 from launcher.runs.watching.screen import Known, Page, screen
 from launcher.runs.watching.watch import Following
 
@@ -99,6 +101,15 @@ def test_every_screen_fits(nodes, page, width, height):
     assert max(map(len, lines)) <= width
 
 
+@pytest.mark.parametrize("width", [60, 200])
+def test_a_runbook_is_never_cut_off(width):
+    finding = Finding(FindingKind.NO_PROGRESS, "no step for so long" * 5)
+    drawn = dataclasses.replace(known(storm().events), findings=[finding])
+    for page, name in ((Page.OVERVIEW, "hang"), (Page.FAILURES, "node_lost")):
+        text = screen(drawn, page, width=width, height=30).plain
+        assert any(line.endswith(f"; holdfast runbook {name}") for line in text.split("\n"))
+
+
 def test_one_bad_node_of_2048_shows():
     names = [f"node{i}" for i in range(2048)]
     stream = Stream().start(2048)
@@ -150,8 +161,12 @@ def test_lines_and_json_end_with_the_run(run, capfd):
     assert run_cli(["watch", str(run), "--json"]) == 0
     last = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert last["training"]["step"] == 120
+    assert last["failures"][0]["runbook"] == "holdfast runbook node_lost"
+    (run / "pods").mkdir()
     assert run_cli(["watch", str(run)]) == 0
-    assert "step 120" in capfd.readouterr().out
+    lines = capfd.readouterr().out.splitlines()
+    assert any("step 120" in line for line in lines)
+    assert sum(line.endswith("; holdfast runbook k8s_pod_lost") for line in lines) == 2
     assert run_cli(["watch", "nothing", "--runs", str(run.parent)]) == 2
 
 
