@@ -22,6 +22,7 @@ from __future__ import annotations
 import errno
 import getpass
 import json
+import math
 import os
 import pwd
 import secrets
@@ -52,6 +53,7 @@ from launcher.fleet.rules import (
     gpus_seen,
     kept,
     moved,
+    name_at,
 )
 from launcher.record.files import events_named, newest_events
 from launcher.render.kubernetes_names import LEDGER, OPERATORS
@@ -72,8 +74,6 @@ _FRAME_BYTES: Final = 64
 """Of that, around the entries."""
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
-_Others = Callable[[], list[Entry] | None]
-"""Reads the entries of the other place; None: it cannot be read."""
 
 
 class NoOperatorError(UserError):
@@ -99,13 +99,14 @@ class NodeLedger:
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._places: tuple[_Place, ...]
-        """For all; for operators."""
+        self._for_all: _Place
+        self._for_operators: _Place | None
         if isinstance(place, Path):
-            self._places = (_Folder(place), _Folder(place / OPERATORS, operator=True))
+            self._for_all = _Folder(place)
+            self._for_operators = _Folder(place / OPERATORS, operator=True)
         else:
-            more = () if operators is None else (_Register(operators, operator=True),)
-            self._places = (_Register(place), *more)
+            self._for_all = _Register(place)
+            self._for_operators = None if operators is None else _Register(operators, operator=True)
         self._wall = wall
         self._told: set[str] = set()
         """Names of entries that `harvest` has added."""
@@ -118,7 +119,8 @@ class NodeLedger:
         """
         found, trouble, failures = [], [], []
         latest = self._wall() + CLOCKS_S
-        for place in self._places:
+        places = [place for place in (self._for_all, self._for_operators) if place is not None]
+        for place in places:
             try:
                 mine, passed = place.read()
             except HoldfastError as error:
@@ -128,7 +130,7 @@ class NodeLedger:
             found += [each for each in mine if each.t_unix <= latest]
             for name, why in list(passed.items())[:1]:
                 trouble.append(f"{len(passed)} of the ledger's entries do not count: {name}: {why}")
-        if len(failures) == len(self._places):
+        if len(failures) == len(places):
             raise failures[0]
         self.trouble = (*trouble, *map(str, failures))
         return sorted(found, key=lambda entry: (entry.t_unix, entry.machine))
@@ -139,7 +141,7 @@ class NodeLedger:
         Raises:
             UserError: HF690 they cannot be written.
         """
-        return self._add(0, entries)
+        return self._add(self._for_all, self._for_operators, entries)
 
     def say(self, entries: Sequence[Entry], *, must: bool = False) -> list[Entry]:
         """Write what a user says, as an operator's word if he is one; return it.
@@ -149,30 +151,23 @@ class NodeLedger:
         Raises:
             UserError: HF690 it cannot be written.
         """
-        if len(self._places) > 1:
+        if self._for_operators is not None:
             try:
-                self._add(1, entries)
+                self._add(self._for_operators, self._for_all, entries)
             except NoOperatorError:
                 if must:
                     raise
             else:
                 return [replace(each, operator=True) for each in entries]
-        self._add(0, entries)
+        self.add(*entries)
         return list(entries)
 
-    def _add(self, index: int, entries: Iterable[Entry]) -> list[Entry]:
+    def _add(self, place: _Place, other: _Place | None, entries: Iterable[Entry]) -> list[Entry]:
         try:
             short = [_short(each) for each in entries]
         except ValueError as error:
             raise UserError("HF690", f"this is no entry of the fleet's ledger: {error}") from error
-
-        def others() -> list[Entry] | None:
-            rest = (place for place in self._places if place is not self._places[index])
-            with suppress(HoldfastError):
-                return [entry for place in rest for entry in place.read()[0]]
-            return None
-
-        return self._places[index].add(short, others, self._wall()) if short else []
+        return place.add(short, other, self._wall()) if short else []
 
     def prepare(self) -> None:
         """Make a ConfigMap that is missing, which pods cannot; see that a folder can be written.
@@ -180,7 +175,7 @@ class NodeLedger:
         Raises:
             UserError: HF690 it cannot be made, or written.
         """
-        self._places[0].prepare()
+        self._for_all.prepare()
 
     def harvest(
         self,
@@ -304,7 +299,7 @@ def _short(entry: Entry) -> Entry:
     Raises:
         ValueError: nobody could read it.
     """
-    return replace(entry, reason=_text(entry.reason, _REASON_CHARS)).checked()
+    return Entry.of_json(replace(entry, reason=_text(entry.reason, _REASON_CHARS)))
 
 
 class _Place(ABC):
@@ -318,7 +313,7 @@ class _Place(ABC):
         """Return the entries, and what is none: name -> why; UserError HF690."""
 
     @abstractmethod
-    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
         """Write entries, forget what is over, return the new ones; NoOperatorError, UserError."""
 
     @abstractmethod
@@ -331,6 +326,16 @@ class _Place(ABC):
 
     def _entry(self, raw: Any) -> Entry:
         return replace(Entry.of_json(raw), operator=self._operator)
+
+    @staticmethod
+    def _kept(
+        mine: Iterable[Entry], other: _Place | None, now_unix: float, most_bytes: float = math.inf
+    ) -> list[Entry]:
+        """Return which of its entries a place keeps, by what the `other` place has."""
+        others = None
+        with suppress(HoldfastError):
+            others = [] if other is None else other.read()[0]
+        return kept(mine, others, now_unix, most_bytes)
 
     @contextmanager
     def _reached(self, verb: str) -> Iterator[None]:
@@ -371,14 +376,18 @@ class _Folder(_Place):
                 passed[str(path)] = f"{error}; its owner is {_owner(path)}"
         return found, passed
 
-    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
         with self._reached("written"):
             if not self._is_there():
                 self._make()
             new = [each for each in entries if self._publish(each)]
-            old = f"{max(0, int((now_unix - KEPT_S) * 1000)):015d}"
+            old = name_at(now_unix - KEPT_S)
             if new and any("0" <= each.name < old for each in self._folder.iterdir()):
-                self._forget(others(), now_unix)
+                mine = self.read()[0]
+                keep = {each.name for each in self._kept(mine, other, now_unix)}
+                for each in {each.name for each in mine} - keep:
+                    with suppress(OSError):  # in a sticky folder another's is left to them
+                        (self._folder / f"{each}.json").unlink()
         return new
 
     def prepare(self) -> None:
@@ -389,13 +398,6 @@ class _Folder(_Place):
     def _publish(self, entry: Entry) -> bool:
         content = entry.encode().encode() + b"\n"
         return publish(self._folder / f"{entry.name}.json", content, mode=0o644)
-
-    def _forget(self, others: list[Entry] | None, now_unix: float) -> None:
-        mine = self.read()[0]
-        keep = kept(mine, others, now_unix)
-        for each in {each.name for each in mine} - {each.name for each in keep}:
-            with suppress(OSError):  # another's, in a sticky folder: they or its owner forget it
-                (self._folder / f"{each}.json").unlink()
 
     def _is_there(self) -> bool:
         """Whether the folder exists; that of operators has to be theirs.
@@ -512,13 +514,11 @@ class _Register(_Place):
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
 
-    def add(self, entries: Collection[Entry], others: _Others, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
         with self._reached("written"):
             current = self._register.get_state()
             for _ in range(_SWAPS):
-                known, token = (
-                    ([], None) if current is None else (self._decoded(current[0])[0], current[1])
-                )
+                known = [] if current is None else self._decoded(current[0])[0]
                 names = {each.name for each in known}
                 new = [each for each in entries if each.name not in names]
                 if not new:
@@ -526,8 +526,10 @@ class _Register(_Place):
                 mine = [replace(each, operator=self._operator) for each in (*known, *new)]
                 content = _encoded(mine)
                 if len(content) > MOST_BYTES:
-                    content = _encoded(kept(mine, others(), now_unix, MOST_BYTES - _FRAME_BYTES))
-                swapped = self._register.set_state(content, token)
+                    content = _encoded(
+                        self._kept(mine, other, now_unix, MOST_BYTES - _FRAME_BYTES)
+                    )
+                swapped = self._register.set_state(content, None if current is None else current[1])
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]

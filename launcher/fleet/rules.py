@@ -25,9 +25,10 @@ from functools import cached_property, partial
 from typing import Any, Final, Self
 
 from elastic_trainer.plan.gpus import uuids_in
+from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
-from elastic_trainer.storage.typed import build
+from elastic_trainer.storage.typed import Unix, build
 from launcher.spec.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0
@@ -48,10 +49,9 @@ CLOCKS_S: Final = 86400.0
 """Clocks differ by less than this."""
 KEPT_S: Final = HARVEST_S + CLOCKS_S
 """How long entries are kept at least: no record brings them back then."""
-_LONGEST: Final = {"machine": 253, "reason": 1000, "releases": 1000}
+_LONGEST: Final = {"reason": 1000, "releases": 1000}
 _CHARS: Final = 253
 """Of the other texts."""
-_MAX_UNIX: Final = 1e11
 _NAME: Final = re.compile(r"[0-9]{15}-[0-9a-f]{16}")
 
 EVIDENCE: Final = (
@@ -79,11 +79,11 @@ class Verdict(enum.StrEnum):
 class Entry:
     """Something held against a machine, or its release."""
 
-    t_unix: float
+    t_unix: Unix
     machine: str
     """The platform's name of it."""
-    verdict: str
-    """One of Verdict; others, of later versions, say nothing here."""
+    verdict: Verdict | str
+    """Others than Verdict are of later versions, and say nothing here."""
     source: str
     """command, preflight, exclusion, loss, straggler; gpu: it has come from another machine."""
     reason: str
@@ -91,7 +91,7 @@ class Entry:
     """user@host who wrote it, as they say."""
     run: str = ""
     """The run it comes from; empty: none."""
-    until_unix: float | None = None
+    until_unix: Unix | None = None
     """When an OUT ends by itself; None: by a release."""
     gpu: str = ""
     """UUID of the GPU that it is about; empty: not known, or it is the machine. A release of one
@@ -109,7 +109,7 @@ class Entry:
         what = [self.machine, self.verdict, self.source, self.run, self.gpu]
         what += [repr(self.until_unix), *self.releases, self.origin]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        return f"{int(self.t_unix * 1000):015d}-{digest[:16]}"
+        return f"{name_at(self.t_unix)}-{digest[:16]}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -118,39 +118,37 @@ class Entry:
     def encode(self) -> str:
         """Return what is written: a line of JSON, without what is not set."""
         said = {key: value for key, value in self.to_json().items() if value not in ("", None, ())}
-        return json.dumps({key: value for key, value in said.items() if key != "operator"})
+        said.pop("operator")
+        return json.dumps(said)
 
     @classmethod
     def of_json(cls, raw: Any) -> Self:
-        """Read what `encode` wrote; keys of later versions are passed over.
+        """Read what `encode` wrote, or check an entry that is to be written.
+
+        Keys of later versions are passed over.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is something else, or what others could not read.
         """
         if isinstance(raw, dict):
             known = cls.__dataclass_fields__.keys() - {"operator"}
             raw = {key: value for key, value in raw.items() if key in known}
-        return build(cls, raw).checked()
-
-    def checked(self) -> Self:
-        """Return the entry, if others can read it.
-
-        Raises:
-            ValueError: a value is out of range, too long, or no text.
-        """
-        if not all(0 <= at < _MAX_UNIX for at in (self.t_unix, self.until_unix or 0.0)):
-            raise ValueError(f"no time: {self.t_unix}, {self.until_unix}")
-        for key in self.__dataclass_fields__:
-            value = getattr(self, key)
+        entry = build(cls, raw)
+        values = asdict(entry)
+        for key, value in values.items():
             if isinstance(value, str | tuple) and len(value) > _LONGEST.get(key, _CHARS):
                 raise ValueError(f"{key} is too long")
-            if isinstance(value, str):
-                value.encode()  # a lone surrogate is no text
-        if not self.machine or not self.machine.isprintable():
-            raise ValueError(f"no machine's name: {self.machine!r:.80}")
-        if not all(map(_NAME.fullmatch, self.releases)):
+        json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        if not entry.machine or not entry.machine.isprintable():
+            raise ValueError(f"no machine's name: {entry.machine!r:.80}")
+        if not all(map(_NAME.fullmatch, entry.releases)):
             raise ValueError("it releases what is no entry")
-        return self
+        return entry
+
+
+def name_at(t_unix: float) -> str:
+    """Return how the names of entries of a time begin; they sort by it."""
+    return f"{max(0, int(t_unix * 1000)):015d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +184,20 @@ class Standing:
     @property
     def until_unix(self) -> float | None:
         """When it is no longer out by itself; None: by a release, or it is not out."""
-        if self.outs:
-            ends = [each.until_unix for each in self.outs]
-            return None if None in ends else max(end for end in ends if end is not None)
-        return self.strikes[-STRIKES].t_unix + STRIKE_S if self.is_out else None
+        if not self.outs:
+            return self.strikes[-STRIKES].t_unix + STRIKE_S if self.is_out else None
+        ends = [each.until_unix for each in self.outs]
+        return None if None in ends else max(filter(None, ends))
 
     @property
     def reason(self) -> str:
-        """Why, for people."""
+        """Why, for people; empty: nothing is held against it."""
         if self.out is not None:
             return self.out.reason
-        newest = self.strikes[-1].reason if self.strikes else ""
-        count = len(self.strikes)
-        return f"{count} strike{'s' * (count > 1)} in {STRIKE_S / 86400:g} days, last: {newest}"
+        if not self.strikes:
+            return ""
+        days = f"in {STRIKE_S / 86400:g} days, last: {self.strikes[-1].reason}"
+        return f"{counted(len(self.strikes), 'strike')} {days}"
 
 
 def unreleased(entries: Iterable[Entry], *, of_gpus: bool = False) -> list[Entry]:
@@ -207,38 +206,38 @@ def unreleased(entries: Iterable[Entry], *, of_gpus: bool = False) -> list[Entry
     With `of_gpus`, what is held against GPUs: it outlasts the release of a machine, which the GPU
     may have left before. An operator's word is ended by an operator's only.
     """
-    unique = {each.name: each for each in sorted(entries, key=lambda each: each.operator)}
-    ended: defaultdict[str, set[tuple[bool, bool]]] = defaultdict(set)
+    # Of two that say the same an operator's counts, in whatever order they are read.
+    said = sorted(entries, key=lambda each: (each.operator, each.reason, each.by))
+    unique = {each.name: each for each in said}
+    releases: defaultdict[str, list[Entry]] = defaultdict(list)
     for each in unique.values():
         for name in each.releases if each.verdict == Verdict.RELEASE else ():
-            ended[name].add((bool(each.gpu), each.operator))
+            releases[name].append(each)
 
-    def stands(each: Entry) -> bool:
-        if each.verdict not in {Verdict.STRIKE, Verdict.OUT} or (of_gpus and not each.gpu):
-            return False
-        enough = {(True, True), (True, each.operator)}
-        here = enough if of_gpus else enough | {(False, True), (False, each.operator)}
-        return not (ended[each.name] & here or (each.origin and ended[each.origin] & enough))
+    def is_ended(each: Entry) -> bool:
+        valid = [one for one in releases[each.name] if one.operator or not each.operator]
+        root = [one for one in releases[each.origin] if one.operator or not each.operator]
+        return any(one.gpu or not of_gpus for one in valid) or any(one.gpu for one in root)
 
-    return sorted(filter(stands, unique.values()), key=_in_order)
+    held = (Verdict.STRIKE, Verdict.OUT)
+    found = [each for each in unique.values() if each.verdict in held and (each.gpu or not of_gpus)]
+    return sorted((each for each in found if not is_ended(each)), key=_in_order)
 
 
 def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
     """Return what is held against each machine now; one without anything is left out."""
-    strikes: defaultdict[str, list[Entry]] = defaultdict(list)
-    outs: defaultdict[str, list[Entry]] = defaultdict(list)
+    held: defaultdict[str, tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
     for entry in unreleased(entries):
-        mine = strikes[entry.machine]
         if not _is_open(entry, now_unix):
             continue
+        strikes, outs = held[entry.machine]
         if entry.verdict == Verdict.OUT:
-            outs[entry.machine].append(entry)
-        elif not mine or entry.t_unix - mine[-1].t_unix > BURST_S:
-            mine.append(entry)
+            outs.append(entry)
+        elif not strikes or entry.t_unix - strikes[-1].t_unix > BURST_S:
+            strikes.append(entry)
     return {
-        machine: Standing(machine=machine, strikes=tuple(mine), outs=tuple(outs[machine]))
-        for machine, mine in sorted(strikes.items())
-        if mine or outs[machine]
+        machine: Standing(machine=machine, strikes=tuple(strikes), outs=tuple(outs))
+        for machine, (strikes, outs) in sorted(held.items())
     }
 
 
@@ -297,16 +296,16 @@ def _in_order(entry: Entry) -> tuple[float, str]:
 
 
 def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) -> list[Standing]:
-    """Return the machines of `pool` that a job is kept off, by name.
+    """Return the machines of `pool`, all of the platform, that a job is kept off, by name.
 
     What operators have put out is always among them. Of the others at most CAP of the pool, and
-    never so many that fewer than `needed` machines are left; those put out first are kept off
-    first. `pool` are all machines of the platform.
+    never so many that fewer than `needed` machines are left: those put out at once before those
+    with strikes, the newest first.
     """
     there = [known[name] for name in sorted(set(pool)) if name in known and known[name].is_out]
     chosen = [each for each in there if each.by_operator]
     rest = [each for each in there if not each.by_operator]
-    rest.sort(key=lambda each: (each.out is None, (each.out or each.strikes[-1]).t_unix))
+    rest.sort(key=lambda each: (each.out is None, -(each.out or each.strikes[-1]).t_unix))
     room = len(set(pool)) - len(chosen) - needed
     most = max(0, min(max(1, int(CAP * len(set(pool)))), room))
     return sorted([*chosen, *rest[:most]], key=lambda each: each.machine)
@@ -335,28 +334,26 @@ def kept(
     """
     ordered = sorted({each.name: each for each in mine}.values(), key=_in_order)
     known = [*ordered, *(others or ())]
-    open_ = [each for each in unreleased(known) if _is_open(each, now_unix)]
-    of_gpus = [each for each in unreleased(known, of_gpus=True) if _is_open(each, now_unix)]
-    counting = {each.name for each in (*open_, *of_gpus)}
-    out = {machine for machine, each in standings(known, now_unix).items() if each.is_out}
-    stay = {each.name for each in open_ if each.machine in out} | {each.name for each in of_gpus}
-    stay |= {each.name for each in ordered if each.verdict == Verdict.RELEASE}
-    there = {each.name for each in known}
-    young = f"{max(0, int((now_unix - KEPT_S) * 1000)):015d}"
+    held = [*unreleased(known), *unreleased(known, of_gpus=True)]
+    counting = {each.name: each for each in held if _is_open(each, now_unix)}
+    young, there = name_at(now_unix - KEPT_S), {each.name for each in known}
 
     def is_over(each: Entry) -> bool:
-        return not (
-            others is None
-            or each.name in counting
-            or any(name >= young for name in (each.name, *each.releases))
-            or there.intersection(each.releases)
+        return (
+            others is not None
+            and each.name not in counting
+            and all(name < young for name in (each.name, *each.releases))
+            and there.isdisjoint(each.releases)
         )
 
     ordered = [each for each in ordered if not is_over(each)]
+    out = {machine for machine, each in standings(known, now_unix).items() if each.is_out}
+    stay = {name for name, each in counting.items() if each.gpu or each.machine in out}
+    may_go = [e for e in ordered if e.name not in stay and e.verdict != Verdict.RELEASE]
     sizes = {each.name: len(each.encode()) + 2 for each in ordered}
     over, gone = sum(sizes.values()) - most_bytes, set()
-    for each in sorted(ordered, key=lambda each: (each.name in counting, _in_order(each))):
-        if over > 0 and each.name not in stay:
+    for each in sorted(may_go, key=lambda each: each.name in counting):
+        if over > 0:
             gone.add(each.name)
             over -= sizes[each.name]
     if over > 0:
@@ -378,7 +375,7 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> list[Entry]:
         if isinstance(member, str):
             host = hosts[member] = str(event.fields.get("host") or hosts.get(member) or member)
             of_hosts.append((event, host))
-    lost = [(event, host) for event, host in of_hosts if event.event == "member.lost"]
+    formed = [event.t_unix for event in ordered if event.event == "epoch.formed"]
     found: defaultdict[str, list[Entry]] = defaultdict(list)
     for event, host in of_hosts:
         made = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
@@ -397,7 +394,7 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> list[Entry]:
         elif event.event == "worker.slow":
             told = f"slow in {event.fields.get('section')}: {event.fields.get('ratio')} x its peers"
             mine.append(made(verdict=Verdict.STRIKE, source="straggler", reason=told))
-        elif _alone(host, event, lost) and _counts(host, event, ordered):
+        elif event.event == "member.lost" and _counts(host, event.t_unix, of_hosts, formed):
             told = f"lost: {reason}"
             mine.append(made(verdict=Verdict.STRIKE, source="loss", reason=told))
     return [each for mine in found.values() for each in mine]
@@ -410,25 +407,17 @@ def released(release: Entry, names: Sequence[str]) -> Iterator[Entry]:
         yield replace(release, releases=tuple(names[start : start + most]))
 
 
-def _alone(host: str, event: Event, lost: Iterable[tuple[Event, str]]) -> bool:
-    """Whether it was lost, no other machine with it, and nobody has said so before."""
-    if event.event != "member.lost":
-        return False
-    for other, name in lost:
-        if name != host and abs(other.t_unix - event.t_unix) <= TOGETHER_S:
+def _counts(
+    host: str, t_unix: float, of_hosts: Iterable[tuple[Event, str]], formed: Iterable[float]
+) -> bool:
+    """Whether the loss of a machine is held against it: alone, unasked, and the run continued."""
+    for event, name in of_hosts:
+        before_s = t_unix - event.t_unix
+        if event.event == "member.lost":
+            if name != host and abs(before_s) <= TOGETHER_S:
+                return False
+            if name == host and 0 < before_s <= BURST_S:
+                return False  # it is told already
+        elif event.event == "member.leaving" and name == host and 0 <= before_s <= SURVIVED_S:
             return False
-        if name == host and 0 < event.t_unix - other.t_unix <= BURST_S:
-            return False
-    return True
-
-
-def _counts(host: str, event: Event, events: Iterable[Event]) -> bool:
-    """Whether the run continued after the loss, and the machine was not asked to leave before."""
-    survived = False
-    for other in events:
-        after = other.t_unix - event.t_unix
-        asked = other.event == "member.leaving" and other.fields.get("host") == host
-        if asked and -SURVIVED_S <= after <= 0:
-            return False
-        survived |= other.event == "epoch.formed" and 0 <= after <= SURVIVED_S
-    return survived
+    return any(0 <= t - t_unix <= SURVIVED_S for t in formed)
