@@ -1,20 +1,9 @@
 """The fleet's ledger of nodes: entries that are only ever added; all who submit read them.
 
-It has two places. What runs, preflight and any user say goes into one that all of them may write.
-What operators say goes into another that only they can write: that, and nothing an entry says of
-itself, makes it an operator's.
-
-| | all may write | operators only |
-|---|---|---|
-| folder | FOLDER | FOLDER/operators, of FOLDER's owner or root, and not writable by all |
-| register (ConfigMap) | NAMESPACE/NAME | NAMESPACE/NAME-operators, which no pod may write |
-
-In a folder each entry is a file, never changed: it is published by link(2) under a name that its
-content gives it (`storage.files.publish`), so any number of writers need no lock, and one who reads
-the same run writes the same file again. A ConfigMap is swapped by compare and swap.
-
-Its place is `cluster.fleet` of the job. By default it is `fleet` beside the run directories, or the
-ConfigMap `holdfast-fleet` for a job on Kubernetes whose claim the launcher does not see.
+It has two places: one that all may write, with what runs, preflight and any user say; and one that
+only operators can write. Where an entry was read, and nothing that it says of itself, makes it an
+operator's. The places are folders, or registers (ConfigMaps): FOLDER and FOLDER/operators,
+NAMESPACE/NAME and NAMESPACE/NAME-operators (docs/fleet.md).
 """
 
 from __future__ import annotations
@@ -108,8 +97,8 @@ class NodeLedger:
             self._for_all = _Register(place)
             self._for_operators = None if operators is None else _Register(operators, operator=True)
         self._wall = wall
-        self._told: set[str] = set()
-        """Names of entries that `harvest` has added."""
+        self._told: set[Any] = set()
+        """Names of entries, and places of GPUs, that `harvest` has taken over."""
 
     def entries(self) -> list[Entry]:
         """Return all entries, by time; pass over what is none, and leave word in `trouble`.
@@ -215,17 +204,15 @@ class NodeLedger:
                 with suppress(ValueError):  # a host that no machine is called
                     fresh.append(_short(each))
         new = self.add(*fresh)
-        self._told |= {each.name for each in fresh}
-        seen = {gpu: at for gpu, at in gpus_seen(events).items() if f"{gpu} {at}" not in self._told}
+        seen = dict(gpus_seen(events).items() - self._told)
         new += self.note_gpus(seen)
-        self._told |= {f"{gpu} {at}" for gpu, at in seen.items()}
+        self._told |= {each.name for each in fresh} | seen.items()
         return new
 
     def note_gpus(self, seen: Mapping[str, tuple[str, float]]) -> list[Entry]:
         """Hold against machines what is held against GPUs that they have now; return what was new.
 
-        Args:
-            seen: UUID -> machine that has the GPU, and when it was seen there.
+        `seen` maps a UUID to the machine that has the GPU, and when it was seen there.
 
         Raises:
             UserError: HF690.
@@ -350,10 +337,12 @@ class _Place(ABC):
 
 
 class _Folder(_Place):
-    """One file for each entry, which everybody can read who can read the folder.
+    """One file for each entry, never changed, which all can read who can read the folder.
 
-    Who may make folders beside it may write there, whatever the umask of who made it; only those
-    who have written a file, and the folder's owner, may remove that.
+    It is published by link(2) under a name that its content gives it, so any number of writers need
+    no lock, and one who reads the same run writes the same file again. Who may make folders beside
+    it may write there, whatever the umask of who made it; only those who have written a file, and
+    the folder's owner, may remove that.
     """
 
     def __init__(self, folder: Path, *, operator: bool = False) -> None:
@@ -526,9 +515,7 @@ class _Register(_Place):
                 mine = [replace(each, operator=self._operator) for each in (*known, *new)]
                 content = _encoded(mine)
                 if len(content) > MOST_BYTES:
-                    content = _encoded(
-                        self._kept(mine, other, now_unix, MOST_BYTES - _FRAME_BYTES)
-                    )
+                    content = _encoded(self._kept(mine, other, now_unix, MOST_BYTES - _FRAME_BYTES))
                 swapped = self._register.set_state(content, None if current is None else current[1])
                 if swapped is not None and swapped[2]:
                     return new

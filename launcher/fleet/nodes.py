@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,10 @@ from launcher.fleet.rules import (
     Entry,
     Standing,
     Verdict,
-    held_against,
     held_against_gpus,
     released,
     standings,
+    unreleased,
 )
 from launcher.platforms.base import Backend, Machine, Machines
 from launcher.platforms.retries import polled
@@ -35,26 +36,24 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A machine, and what is held against it by whom."""
+    """What ledger and platform hold against a machine."""
 
-    machine: str
-    standing: Standing | None
-    platform: Machine | None
-    """None: the platform has no such machine, or was not asked."""
+    standing: Standing
+    platform: Machine
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
         held = self.standing
         return {
-            "machine": self.machine,
-            "out": held is not None and held.is_out,
-            "strikes": 0 if held is None else len(held.strikes),
-            "reason": "" if held is None else held.reason,
-            "by": held.out.by if held is not None and held.out is not None else "",
-            "until_unix": None if held is None else held.until_unix,
-            "gpus": [] if held is None else list(held.gpus),
-            "platform": "" if self.platform is None else self.platform.closed,
-            "rack": "" if self.platform is None else self.platform.rack,
+            "machine": held.machine,
+            "out": held.is_out,
+            "strikes": len(held.strikes),
+            "reason": held.reason,
+            "by": "" if held.out is None else held.out.by,
+            "until_unix": held.until_unix,
+            "gpus": list(held.gpus),
+            "platform": self.platform.closed,
+            "rack": self.platform.rack,
         }
 
 
@@ -75,7 +74,10 @@ def listed(fleet: NodeLedger, machines: Sequence[Machine], now_unix: float) -> l
     there = {machine.name: machine for machine in machines}
     names = held.keys() | {machine.name for machine in machines if machine.closed}
     return [
-        Row(machine=name, standing=held.get(name), platform=there.get(name))
+        Row(
+            standing=held.get(name, Standing(machine=name)),
+            platform=there.get(name, Machine(name=name)),
+        )
         for name in sorted(names)
     ]
 
@@ -113,15 +115,9 @@ def release(
 ) -> list[Entry]:
     """Let jobs use machines again, and with them the GPUs that a check has seen there.
 
-    Args:
-        fleet: the ledger.
-        names: machines; or UUIDs of GPUs, which are released on the machine that had them last.
-        check: None: what is held against the machines' GPUs, which may have moved, stays.
-        reason: for the record.
-        now_unix: the time.
-
-    Returns:
-        The releases; none of what nothing is held against.
+    Without a `check` what is held against the machines' GPUs, which may have moved, stays. Of
+    `names` a GPU's UUID stands for that GPU, released on the machine that had it last. Returned
+    are the releases; none of what nothing is held against.
 
     Raises:
         UserError: HF692 one fails its check, and none is released; HF691 nothing is held against a
@@ -138,24 +134,24 @@ def release(
         if checked.failed:
             said = (f"{name}: {words}" for name, words in sorted(checked.failed.items()))
             raise UserError("HF692", "; ".join(said))
-        gpus += [
-            (name, gpu)
-            for name in machines
-            for gpu in sorted(checked.gpus.get(name, ()))
-            if gpu in on_gpus
-        ]
+        for name in machines:
+            gpus += [(name, gpu) for gpu in sorted(checked.gpus.get(name, ())) if gpu in on_gpus]
     made, must = _said(now_unix, Verdict.RELEASE, reason), False
-    done: list[Entry] = []
-    for machine, gpu in [*((machine, "") for machine in machines), *gpus]:
-        held = held_against(entries, gpu=gpu) if gpu else held_against(entries, machine=machine)
-        done += released(made(machine=machine, gpu=gpu), [each.name for each in held])
-        must |= any(each.operator for each in held)
+    on_machines, done = unreleased(entries), []
+    held = [(name, "", [e for e in on_machines if e.machine == name]) for name in machines]
+    of_gpus = unreleased(entries, of_gpus=True)
+    held += [(name, gpu, [e for e in of_gpus if e.gpu == gpu]) for name, gpu in gpus]
+    for machine, gpu, ended in held:
+        done += released(made(machine=machine, gpu=gpu), [each.name for each in ended])
+        must |= any(each.operator for each in ended)
     return fleet.say(done, must=must)
 
 
-def _said(now_unix: float, verdict: Verdict, reason: str) -> partial[Entry]:
+def _said(
+    now_unix: float, verdict: Verdict, reason: str, source: str = "command"
+) -> partial[Entry]:
     return partial(
-        Entry, t_unix=now_unix, verdict=verdict, source="command", reason=reason, by=writer()
+        Entry, t_unix=now_unix, verdict=verdict, source=source, reason=reason, by=writer()
     )
 
 
@@ -172,7 +168,12 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
     reports = round_.run(expected, skip=("storage",), timeout_s=CHECK_S)
-    failed = {report.node: _findings(report) for report in reports if report.level == "fail"}
+    failed = {
+        report.node: "; ".join(dict.fromkeys(said for _, said in _failures(report)))
+        or report.problem
+        for report in reports
+        if report.level == "fail"
+    }
     if not failed:
         round_.tidy()
     return Checked(failed=failed, gpus={report.node: _seen(report) for report in reports})
@@ -190,11 +191,15 @@ def note_failed(fleet: NodeLedger, reports: Sequence[NodeReport], now_unix: floa
     failed = [report for report in reports if report.level == "fail" and report.findings]
     if 2 * len(failed) >= len(reports):
         return []
-    entry = partial(Entry, t_unix=now_unix, verdict=Verdict.OUT, source="preflight", by=writer())
+    words: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for report in failed:
+        for gpu, said in _failures(report):
+            words[report.node, gpu].append(said)
     entries = [
-        entry(machine=report.node, reason=f"preflight: {said}", gpu=gpu)
-        for report in failed
-        for gpu, said in _by_gpu(report).items()
+        _said(now_unix, Verdict.OUT, f"preflight: {'; '.join(said)}", "preflight")(
+            machine=machine, gpu=gpu
+        )
+        for (machine, gpu), said in words.items()
     ]
     fleet.add(*entries)
     return entries
@@ -215,18 +220,10 @@ def _seen(report: NodeReport) -> set[str]:
     return {gpu for finding in report.findings for gpu in finding.seen}
 
 
-def _by_gpu(report: NodeReport) -> dict[str, str]:
-    """Return what fails, by UUID of the GPU; that of the node itself has none."""
-    found: dict[str, list[str]] = {}
-    for each in report.findings:
-        for gpu in (each.gpus or ("",)) if each.level == "fail" else ():
-            found.setdefault(gpu, []).append(f"{each.check}: {each.text}")
-    return {gpu: "; ".join(said) for gpu, said in found.items()}
-
-
-def _findings(report: NodeReport) -> str:
-    said = [f"{each.check}: {each.text}" for each in report.findings if each.level == "fail"]
-    return "; ".join(said) or report.problem
+def _failures(report: NodeReport) -> list[tuple[str, str]]:
+    """Return what fails, in words, each with the UUID of its GPU; empty: it is the node's."""
+    failed = [each for each in report.findings if each.level == "fail"]
+    return [(gpu, f"{each.check}: {each.text}") for each in failed for gpu in each.gpus or ("",)]
 
 
 # -- draining -----------------------------------------------------------------------------------

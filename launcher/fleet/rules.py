@@ -253,12 +253,6 @@ def held_against_gpus(entries: Iterable[Entry], now_unix: float) -> dict[str, En
     return {each.gpu: each for each in found if _is_open(each, now_unix)}
 
 
-def held_against(entries: Iterable[Entry], *, machine: str = "", gpu: str = "") -> list[Entry]:
-    """Return all that the release of a machine, or of a GPU wherever it is, has to name."""
-    found = unreleased(entries, of_gpus=bool(gpu))
-    return [each for each in found if gpu in {"", each.gpu} and machine in {"", each.machine}]
-
-
 def moved(
     entries: Iterable[Entry], seen: Mapping[str, tuple[str, float]], now_unix: float, *, by: str
 ) -> list[Entry]:

@@ -56,7 +56,7 @@ class Notices:
     def __init__(self, run: str, lost: str = Kind.NODE_LOST) -> None:
         self._run, self._lost = run, lost
         self._runbook = self._of_the_run = f"holdfast runbook --for {run}"
-        """Of the newest failure of a worker; else the doctor finds it."""
+        """Of the newest failure; where nothing tells, the doctor finds it."""
         self._step: int | None = None
         self._failed_unix: float | None = None
         """Time of the failure that the run has not recovered from."""
@@ -64,29 +64,25 @@ class Notices:
 
     def add(self, event: Event) -> Notice | None:
         """Take one event; return what it is to be told of."""
+        self._take_cause(event)
         fields = event.fields
         match event.event:
             case "step.completed":
                 self._step, self._runbook = event.step, self._of_the_run
                 return self._recovered(event)
-            case "worker.exit" | "worker.hung":
-                kind = str(fields.get("kind", Kind.HANG) or "")
-                if kind not in {"", Kind.COLLATERAL}:
-                    self._runbook = _runbook(kind, str(fields.get("detail") or ""))
             case "epoch.aborted" | "member.lost":  # a coordinator that died aborts nothing
                 if self._failed_unix is None:
                     self._failed_unix = event.t_unix
                     who = node_names(fields.get("victims") or [fields.get("member")])
                     text = f"{', '.join(who) or 'the epoch'} failed: {fields.get('reason', '?')}"
-                    runbook = self._runbook
-                    if event.event == "member.lost":
-                        runbook = _runbook(self._lost, str(fields.get("reason", "")))
-                    return self._notice("failure", event, text, runbook)
+                    return self._notice("failure", event, text, self._runbook)
             case "membership.parked":
                 if not self._parked:
                     self._parked = True
                     text = f"{parked_text(*counts(event))}; it waits for nodes"
-                    return self._notice("parked", event, text, _runbook(self._lost))
+                    return self._notice(
+                        "parked", event, text, signature_of(self._lost, "").of.runbook
+                    )
             case "run.ended":
                 self._failed_unix, self._parked = None, False
                 if (code := whole(event, "code")) == 0:
@@ -95,6 +91,18 @@ class Notices:
                 runbook = "" if code == EXIT_SAVED else self._of_the_run
                 return self._notice("stopped", event, text, runbook)
         return None
+
+    def _take_cause(self, event: Event) -> None:
+        """Keep the runbook of what the event says has failed."""
+        causes = {
+            "worker.exit": event.fields.get("kind"),
+            "worker.hung": Kind.HANG,
+            "member.lost": self._lost,
+        }
+        kind = causes.get(event.event)
+        if kind not in (None, "", Kind.COLLATERAL):
+            said = event.fields.get("detail") or event.fields.get("reason") or ""
+            self._runbook = signature_of(str(kind), str(said)).of.runbook
 
     def _recovered(self, event: Event) -> Notice | None:
         failed, was_parked = self._failed_unix, self._parked
@@ -113,7 +121,3 @@ class Notices:
             t_unix=event.t_unix,
             runbook=runbook,
         )
-
-
-def _runbook(kind: str, detail: str = "") -> str:
-    return signature_of(kind, detail).of.runbook

@@ -64,8 +64,8 @@ def summarise(
     """Return what summary.json holds, as defined at the top of this module.
 
     `events` are in order of time; `audit` is the ledger's account of samples, without which both
-    numbers are null; `code` is the run's exit code, None while it is running; `lost` is the platform's
-    kind of a node's loss.
+    numbers are null; `code` is the run's exit code, None while it is running; `lost` is the
+    platform's kind of a node's loss.
     """
     seen = Counter(event.event for event in events)
     begun = [event.t_unix for event in events if event.event == "run.started"]

@@ -146,9 +146,7 @@ def findings(
     return [finding for finding in found if finding is not None]
 
 
-def _broke(
-    platform: JobStatus, training: TrainingStatus | None, lost_kind: str
-) -> Finding | None:
+def _broke(platform: JobStatus, training: TrainingStatus | None, lost_kind: str) -> Finding | None:
     """Return how the platform ended a node, or cannot start it; survived once a step follows."""
     steps = [] if training is None else training.steps
     if platform.broke is None or (steps and steps[-1].t > platform.broke):

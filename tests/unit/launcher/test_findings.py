@@ -185,7 +185,9 @@ def runbooks(*args, **more):
     """Return kind -> class of the runbook that a finding ends with."""
     told = found(*args, **more)
     assert all(str(each).endswith(f"; {each.to_json()['runbook']}") for each in told.values())
-    return {str(kind): each.runbook.removeprefix("holdfast runbook ") for kind, each in told.items()}
+    return {
+        str(kind): each.runbook.removeprefix("holdfast runbook ") for kind, each in told.items()
+    }
 
 
 def test_each_finding_names_the_runbook_of_its_class():
