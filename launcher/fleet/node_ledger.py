@@ -59,8 +59,6 @@ MOST_BYTES: Final = 768 * 1024
 """Longest content of a ConfigMap, which takes 1 MiB: some 3,500 entries."""
 _REASON_CHARS: Final = 300
 _RUN_CHARS: Final = 253
-_FRAME_BYTES: Final = 64
-"""Of that, around the entries."""
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
 
@@ -153,7 +151,7 @@ class NodeLedger:
 
     def _add(self, place: _Place, other: _Place | None, entries: Iterable[Entry]) -> list[Entry]:
         try:
-            short = [_short(each) for each in entries]
+            short = [replace(_short(each), operator=place.operator) for each in entries]
         except ValueError as error:
             raise UserError("HF690", f"this is no entry of the fleet's ledger: {error}") from error
         return place.add(short, other, self._wall()) if short else []
@@ -293,7 +291,7 @@ class _Place(ABC):
     """Where entries are: for all, or for operators only."""
 
     def __init__(self, what: str, *, operator: bool) -> None:
-        self._what, self._operator = what, operator
+        self._what, self.operator = what, operator
 
     @abstractmethod
     def read(self) -> tuple[list[Entry], dict[str, str]]:
@@ -312,7 +310,7 @@ class _Place(ABC):
         """Return what has to be done where a right is missing."""
 
     def _entry(self, raw: Any) -> Entry:
-        return replace(Entry.of_json(raw), operator=self._operator)
+        return replace(Entry.of_json(raw), operator=self.operator)
 
     @staticmethod
     def _kept(
@@ -330,7 +328,7 @@ class _Place(ABC):
             yield
         except OSError as error:
             denied = isinstance(error, PermissionError)
-            kind = NoOperatorError if denied and self._operator else UserError
+            kind = NoOperatorError if denied and self.operator else UserError
             fix = self._fix() if denied else "name another place in cluster.fleet"
             said = f"the fleet's ledger {self._what} cannot be {verb}: {error.strerror or error}"
             raise kind("HF690", f"{said}; {fix}") from error
@@ -369,24 +367,24 @@ class _Folder(_Place):
         with self._reached("written"):
             if not self._is_there():
                 self._make()
-            new = [each for each in entries if self._publish(each)]
+            new = []
+            for each in entries:
+                content = f"{each.encode()}\n".encode()
+                if publish(self._folder / f"{each.name}.json", content, mode=0o644):
+                    new.append(each)
             old = name_at(now_unix - KEPT_S)
             if new and any("0" <= each.name < old for each in self._folder.iterdir()):
                 mine = self.read()[0]
                 keep = {each.name for each in self._kept(mine, other, now_unix)}
-                for each in {each.name for each in mine} - keep:
+                for name in {each.name for each in mine} - keep:
                     with suppress(OSError):  # in a sticky folder another's is left to them
-                        (self._folder / f"{each}.json").unlink()
+                        (self._folder / f"{name}.json").unlink()
         return new
 
     def prepare(self) -> None:
         with self._reached("written"):
             if self._is_there() and not os.access(self._folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def _publish(self, entry: Entry) -> bool:
-        content = entry.encode().encode() + b"\n"
-        return publish(self._folder / f"{entry.name}.json", content, mode=0o644)
 
     def _is_there(self) -> bool:
         """Whether the folder exists; that of operators has to be theirs.
@@ -395,21 +393,21 @@ class _Folder(_Place):
             OSError: nobody can look, or others could have written there.
         """
         try:
-            info = self._folder.stat(follow_symlinks=not self._operator)
+            info = self._folder.stat(follow_symlinks=not self.operator)
             above = self._folder.parent.stat()
         except FileNotFoundError:
             return False
         if not stat.S_ISDIR(info.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         trusted = info.st_uid in {0, above.st_uid} and not info.st_mode & stat.S_IWOTH
-        if self._operator and not (trusted and _is_sticky(above)):
+        if self.operator and not (trusted and _is_sticky(above)):
             raise PermissionError(errno.EACCES, "others can have put it there")
         return True
 
     def _make(self) -> None:
         """Make the folder, with that of operators in it; complete or not at all."""
         above = self._folder.parent
-        if self._operator:
+        if self.operator:
             if not above.exists():
                 _Folder(above)._make()
             elif os.geteuid() not in {0, above.stat().st_uid}:
@@ -441,9 +439,9 @@ class _Folder(_Place):
         for each in reversed(folder.parents):
             if not os.access(each, os.X_OK):
                 return _by_owner("chmod a+x", each)
-        if self._operator and not _is_sticky(folder.parent.stat()):
+        if self.operator and not _is_sticky(folder.parent.stat()):
             return _by_owner("chmod +t", folder.parent)
-        if self._operator:
+        if self.operator:
             who = f"only operators say this: root and {_owner(folder.parent)}, and for more"
             return (
                 f"{who} they run: chgrp GROUP {quote(str(folder))}; chmod 775 {quote(str(folder))}"
@@ -495,8 +493,7 @@ class _Register(_Place):
 
     def read(self) -> tuple[list[Entry], dict[str, str]]:
         with self._reached("read"):
-            found = self._register.get_state()
-        return ([], {}) if found is None else self._decoded(found[0])
+            return self._decoded(self._register.get_state())
 
     def prepare(self) -> None:
         with self._reached("made"):
@@ -507,29 +504,29 @@ class _Register(_Place):
         with self._reached("written"):
             current = self._register.get_state()
             for _ in range(_SWAPS):
-                known = [] if current is None else self._decoded(current[0])[0]
+                known = self._decoded(current)[0]
                 names = {each.name for each in known}
                 new = [each for each in entries if each.name not in names]
                 if not new:
                     return []
-                mine = [replace(each, operator=self._operator) for each in (*known, *new)]
-                content = _encoded(mine)
+                content = _encoded([*known, *new])
                 if len(content) > MOST_BYTES:
-                    content = _encoded(self._kept(mine, other, now_unix, MOST_BYTES - _FRAME_BYTES))
+                    most = MOST_BYTES - len(_encoded([]))
+                    content = _encoded(self._kept([*known, *new], other, now_unix, most))
                 swapped = self._register.set_state(content, None if current is None else current[1])
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]
         raise UserError("HF690", f"the fleet's ledger: others came first {_SWAPS} times; try again")
 
-    def _decoded(self, content: bytes) -> tuple[list[Entry], dict[str, str]]:
-        """Return what `_encoded` was given.
+    def _decoded(self, current: tuple[bytes, Any] | None) -> tuple[list[Entry], dict[str, str]]:
+        """Return the entries of a register, and what is none.
 
         Raises:
-            UserError: HF690 it is something else: to write over it would lose what it says.
+            UserError: HF690 it has something else: to write over it would lose what it says.
         """
         try:
-            listed = json.loads(content)["entries"]  # each entry is checked alone
+            listed = [] if current is None else json.loads(current[0])["entries"]
             if not isinstance(listed, list):
                 raise TypeError("entries is no list")  # noqa: TRY301  one message for all
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -544,7 +541,7 @@ class _Register(_Place):
         return found, passed
 
     def _fix(self) -> str:
-        role = f"{LEDGER}-{OPERATORS}" if self._operator else LEDGER
+        role = f"{LEDGER}-{OPERATORS}" if self.operator else LEDGER
         return f"have an administrator grant the Role {role} of manifests/base"
 
 

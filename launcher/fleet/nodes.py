@@ -137,11 +137,10 @@ def release(
         for name in machines:
             gpus += [(name, gpu) for gpu in sorted(checked.gpus.get(name, ())) if gpu in on_gpus]
     made, must = _said(now_unix, Verdict.RELEASE, reason), False
-    on_machines, done = unreleased(entries), []
-    held = [(name, "", [e for e in on_machines if e.machine == name]) for name in machines]
-    of_gpus = unreleased(entries, of_gpus=True)
-    held += [(name, gpu, [e for e in of_gpus if e.gpu == gpu]) for name, gpu in gpus]
-    for machine, gpu, ended in held:
+    held = {of_gpus: unreleased(entries, of_gpus=of_gpus) for of_gpus in (False, True)}
+    done: list[Entry] = []
+    for machine, gpu in [*((name, "") for name in machines), *gpus]:
+        ended = [e for e in held[bool(gpu)] if (e.gpu == gpu if gpu else e.machine == machine)]
         done += released(made(machine=machine, gpu=gpu), [each.name for each in ended])
         must |= any(each.operator for each in ended)
     return fleet.say(done, must=must)

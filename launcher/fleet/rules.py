@@ -59,9 +59,10 @@ EVIDENCE: Final = (
     *("worker.slow", "epoch.formed", "agent.started"),
 )
 """Events that say something of machines and their GPUs, or of whether a loss was one."""
-_HARD: Final = frozenset({Kind.NODE_FAULT, Kind.CORRUPTION})
-_OF_THE_PROGRAM: Final = frozenset(
-    {Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY, Kind.FAULT, Kind.SERVICE}
+_HARD: Final = (Kind.NODE_FAULT, Kind.CORRUPTION)
+_OF_THE_PROGRAM: Final = (
+    *(Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY),
+    *(Kind.FAULT, Kind.SERVICE),
 )
 
 
@@ -375,22 +376,23 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> list[Entry]:
         made = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
         reason = str(event.fields.get("reason") or "no reason was written")
         mine = found[host]
-        if event.event == "member.evicted":
-            kind = str(event.fields.get("kind") or "")
-            if kind not in _OF_THE_PROGRAM:
+        match event.event:
+            case "member.evicted" if (kind := event.fields.get("kind")) not in _OF_THE_PROGRAM:
                 verdict = Verdict.OUT if kind in _HARD else Verdict.STRIKE
                 gpu = next(iter(uuids_in(reason)), "")
                 mine.append(made(verdict=verdict, source="exclusion", reason=reason, gpu=gpu))
-        elif event.event == "member.readmitted":
-            names = tuple(each.name for each in mine if each.verdict != Verdict.RELEASE)
-            told = f"readmitted to the run: {reason}"
-            mine += released(made(verdict=Verdict.RELEASE, source="command", reason=told), names)
-        elif event.event == "worker.slow":
-            told = f"slow in {event.fields.get('section')}: {event.fields.get('ratio')} x its peers"
-            mine.append(made(verdict=Verdict.STRIKE, source="straggler", reason=told))
-        elif event.event == "member.lost" and _counts(host, event.t_unix, of_hosts, formed):
-            told = f"lost: {reason}"
-            mine.append(made(verdict=Verdict.STRIKE, source="loss", reason=told))
+            case "member.readmitted":
+                names = tuple(each.name for each in mine if each.verdict != Verdict.RELEASE)
+                back = f"readmitted to the run: {reason}"
+                release = made(verdict=Verdict.RELEASE, source="command", reason=back)
+                mine += released(release, names)
+            case "worker.slow":
+                slow = f"{event.fields.get('section')}: {event.fields.get('ratio')} x its peers"
+                mine.append(
+                    made(verdict=Verdict.STRIKE, source="straggler", reason=f"slow in {slow}")
+                )
+            case "member.lost" if _counts(host, event.t_unix, of_hosts, formed):
+                mine.append(made(verdict=Verdict.STRIKE, source="loss", reason=f"lost: {reason}"))
     return [each for mine in found.values() for each in mine]
 
 

@@ -132,6 +132,21 @@ def test_the_order_in_which_entries_are_read_says_nothing(steps, rng):
     assert standings(entries, world.now) == standings(world.all(), world.now)
 
 
+def test_under_the_cap_the_newest_is_kept_off_whatever_is_read_first():
+    pool = [f"n{k}" for k in range(20)]
+    strikes = [entry("n3", t=NOW - k * DAY) for k in range(STRIKES)]
+    old, new, again = (
+        entry(f"n{k}", Verdict.OUT, t=NOW - t * DAY) for k, t in enumerate((9, 1, 1))
+    )
+    said = replace(new, reason="and why")  # of the same name
+    for order in itertools.permutations([old, new, again, said]):
+        held = standings([*order, *strikes], NOW)
+        [off] = kept_off(held, pool, 1)
+        assert (off.machine, off.reason) == ("n1", "lost"), "then by name"
+    held = standings([*strikes, replace(old, t_unix=NOW - 60 * DAY)], NOW)
+    assert [each.machine for each in kept_off(held, pool, 1)] == ["n0"], "evidence before strikes"
+
+
 def test_nothing_is_kept_for_ever():
     """Neither what was released nor its release, once no record can bring it back."""
     world = World()
