@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
@@ -61,6 +61,7 @@ _REASON_CHARS: Final = 300
 _RUN_CHARS: Final = 253
 _SWAPS: Final = 20
 """So often a swap is tried that others come before."""
+_Places: TypeAlias = "Sequence[_Place]"
 
 
 class NoOperatorError(UserError):
@@ -86,14 +87,13 @@ class NodeLedger:
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._for_all: _Place
-        self._for_operators: _Place | None
+        self._places: list[_Place]
         if isinstance(place, Path):
-            self._for_all = _Folder(place)
-            self._for_operators = _Folder(place / OPERATORS, operator=True)
+            self._places = [_Folder(place), _Folder(place / OPERATORS, operator=True)]
         else:
-            self._for_all = _Register(place)
-            self._for_operators = None if operators is None else _Register(operators, operator=True)
+            self._places = [_Register(place)]
+            if operators is not None:
+                self._places.append(_Register(operators, operator=True))
         self._wall = wall
         self._told: set[Any] = set()
         """Names of entries, and places of GPUs, that `harvest` has taken over."""
@@ -106,18 +106,17 @@ class NodeLedger:
         """
         found, trouble, failures = [], [], []
         latest = self._wall() + CLOCKS_S
-        places = [place for place in (self._for_all, self._for_operators) if place is not None]
-        for place in places:
+        for place in self._places:
             try:
                 mine, passed = place.read()
             except HoldfastError as error:
                 failures.append(error)
                 continue
-            passed |= {each.name: "it is of the future" for each in mine if each.t_unix > latest}
+            passed += [f"{each.name}: it is of the future" for each in mine if each.t_unix > latest]
             found += [each for each in mine if each.t_unix <= latest]
-            for name, why in list(passed.items())[:1]:
-                trouble.append(f"{len(passed)} of the ledger's entries do not count: {name}: {why}")
-        if len(failures) == len(places):
+            if passed:
+                trouble.append(f"{len(passed)} of the ledger's entries do not count: {passed[0]}")
+        if len(failures) == len(self._places):
             raise failures[0]
         self.trouble = (*trouble, *map(str, failures))
         return sorted(found, key=lambda entry: (entry.t_unix, entry.machine))
@@ -128,7 +127,7 @@ class NodeLedger:
         Raises:
             UserError: HF690 they cannot be written.
         """
-        return self._add(self._for_all, self._for_operators, entries)
+        return self._add(self._places[0], entries)
 
     def say(self, entries: Sequence[Entry], *, must: bool = False) -> list[Entry]:
         """Write what a user says, as an operator's word if he is one; return it.
@@ -138,9 +137,9 @@ class NodeLedger:
         Raises:
             UserError: HF690 it cannot be written.
         """
-        if self._for_operators is not None:
+        for place in self._places[1:]:
             try:
-                self._add(self._for_operators, self._for_all, entries)
+                self._add(place, entries)
             except NoOperatorError:
                 if must:
                     raise
@@ -149,12 +148,13 @@ class NodeLedger:
         self.add(*entries)
         return list(entries)
 
-    def _add(self, place: _Place, other: _Place | None, entries: Iterable[Entry]) -> list[Entry]:
+    def _add(self, place: _Place, entries: Iterable[Entry]) -> list[Entry]:
         try:
             short = [replace(_short(each), operator=place.operator) for each in entries]
         except ValueError as error:
             raise UserError("HF690", f"this is no entry of the fleet's ledger: {error}") from error
-        return place.add(short, other, self._wall()) if short else []
+        others = [other for other in self._places if other is not place]
+        return place.add(short, others, self._wall()) if short else []
 
     def prepare(self) -> None:
         """Make a ConfigMap that is missing, which pods cannot; see that a folder can be written.
@@ -162,7 +162,7 @@ class NodeLedger:
         Raises:
             UserError: HF690 it cannot be made, or written.
         """
-        self._for_all.prepare()
+        self._places[0].prepare()
 
     def harvest(
         self,
@@ -294,11 +294,11 @@ class _Place(ABC):
         self._what, self.operator = what, operator
 
     @abstractmethod
-    def read(self) -> tuple[list[Entry], dict[str, str]]:
-        """Return the entries, and what is none: name -> why; UserError HF690."""
+    def read(self) -> tuple[list[Entry], list[str]]:
+        """Return the entries, and what is none, and why; UserError HF690."""
 
     @abstractmethod
-    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], others: _Places, now_unix: float) -> list[Entry]:
         """Write entries, forget what is over, return the new ones; NoOperatorError, UserError."""
 
     @abstractmethod
@@ -314,13 +314,13 @@ class _Place(ABC):
 
     @staticmethod
     def _kept(
-        mine: Iterable[Entry], other: _Place | None, now_unix: float, most_bytes: float = math.inf
+        mine: Iterable[Entry], others: _Places, now_unix: float, most_bytes: float = math.inf
     ) -> list[Entry]:
-        """Return which of its entries a place keeps, by what the `other` place has."""
-        others = None
+        """Return which of its entries a place keeps, by what the `others` have."""
+        theirs = None
         with suppress(HoldfastError):
-            others = [] if other is None else other.read()[0]
-        return kept(mine, others, now_unix, most_bytes)
+            theirs = [entry for other in others for entry in other.read()[0]]
+        return kept(mine, theirs, now_unix, most_bytes)
 
     @contextmanager
     def _reached(self, verb: str) -> Iterator[None]:
@@ -347,8 +347,8 @@ class _Folder(_Place):
         self._folder = folder.absolute()
         super().__init__(str(self._folder), operator=operator)
 
-    def read(self) -> tuple[list[Entry], dict[str, str]]:
-        found, passed = [], {}
+    def read(self) -> tuple[list[Entry], list[str]]:
+        found, passed = [], []
         with self._reached("read"):
             look_afresh(self._folder)
             paths = sorted(self._folder.iterdir()) if self._is_there() else []
@@ -358,12 +358,12 @@ class _Folder(_Place):
             except FileNotFoundError:
                 continue  # removed meanwhile: it was old
             except PermissionError:
-                passed[str(path)] = _by_owner("chmod a+r", path)
+                passed.append(f"{path}: {_by_owner('chmod a+r', path)}")
             except (OSError, ValueError) as error:
-                passed[str(path)] = f"{error}; its owner is {_owner(path)}"
+                passed.append(f"{path}: {error}; its owner is {_owner(path)}")
         return found, passed
 
-    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], others: _Places, now_unix: float) -> list[Entry]:
         with self._reached("written"):
             if not self._is_there():
                 self._make()
@@ -375,7 +375,7 @@ class _Folder(_Place):
             old = name_at(now_unix - KEPT_S)
             if new and any("0" <= each.name < old for each in self._folder.iterdir()):
                 mine = self.read()[0]
-                keep = {each.name for each in self._kept(mine, other, now_unix)}
+                keep = {each.name for each in self._kept(mine, others, now_unix)}
                 for name in {each.name for each in mine} - keep:
                     with suppress(OSError):  # in a sticky folder another's is left to them
                         (self._folder / f"{name}.json").unlink()
@@ -491,7 +491,7 @@ class _Register(_Place):
         super().__init__("for operators" if operator else "for all", operator=operator)
         self._register = register
 
-    def read(self) -> tuple[list[Entry], dict[str, str]]:
+    def read(self) -> tuple[list[Entry], list[str]]:
         with self._reached("read"):
             return self._decoded(self._register.get_state())
 
@@ -500,7 +500,7 @@ class _Register(_Place):
             if self._register.get_state() is None:
                 self._register.set_state(_encoded([]))
 
-    def add(self, entries: Collection[Entry], other: _Place | None, now_unix: float) -> list[Entry]:
+    def add(self, entries: Collection[Entry], others: _Places, now_unix: float) -> list[Entry]:
         with self._reached("written"):
             current = self._register.get_state()
             for _ in range(_SWAPS):
@@ -512,14 +512,14 @@ class _Register(_Place):
                 content = _encoded([*known, *new])
                 if len(content) > MOST_BYTES:
                     most = MOST_BYTES - len(_encoded([]))
-                    content = _encoded(self._kept([*known, *new], other, now_unix, most))
+                    content = _encoded(self._kept([*known, *new], others, now_unix, most))
                 swapped = self._register.set_state(content, None if current is None else current[1])
                 if swapped is not None and swapped[2]:
                     return new
                 current = None if swapped is None else swapped[:2]
         raise UserError("HF690", f"the fleet's ledger: others came first {_SWAPS} times; try again")
 
-    def _decoded(self, current: tuple[bytes, Any] | None) -> tuple[list[Entry], dict[str, str]]:
+    def _decoded(self, current: tuple[bytes, Any] | None) -> tuple[list[Entry], list[str]]:
         """Return the entries of a register, and what is none.
 
         Raises:
@@ -532,12 +532,12 @@ class _Register(_Place):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             said = f"the fleet's ledger {self._what} is damaged, or another version's: {error}"
             raise UserError("HF690", f"{said}; an operator empties or replaces it") from error
-        found, passed = [], {}
+        found, passed = [], []
         for number, raw in enumerate(listed):
             try:
                 found.append(self._entry(raw))
             except ValueError as error:
-                passed[f"number {number}"] = str(error)
+                passed.append(f"number {number}: {error}")
         return found, passed
 
     def _fix(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,8 @@ def exclude(
         UserError: HF690 the ledger cannot be written.
     """
     until = None if for_s is None else now_unix + for_s
-    entry = partial(_said(now_unix, Verdict.OUT, reason), until_unix=until)
-    return fleet.say([entry(machine=name) for name in names])
+    said = [_said(name, Verdict.OUT, reason, now_unix, until_unix=until) for name in names]
+    return fleet.say(said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,22 +135,22 @@ def release(
             raise UserError("HF692", "; ".join(said))
         for name in machines:
             gpus += [(name, gpu) for gpu in sorted(checked.gpus.get(name, ())) if gpu in on_gpus]
-    made, must = _said(now_unix, Verdict.RELEASE, reason), False
+    must = False
     held = {of_gpus: unreleased(entries, of_gpus=of_gpus) for of_gpus in (False, True)}
     done: list[Entry] = []
     for machine, gpu in [*((name, "") for name in machines), *gpus]:
         ended = [e for e in held[bool(gpu)] if (e.gpu == gpu if gpu else e.machine == machine)]
-        done += released(made(machine=machine, gpu=gpu), [each.name for each in ended])
+        freed = _said(machine, Verdict.RELEASE, reason, now_unix, gpu=gpu)
+        done += released(freed, [each.name for each in ended])
         must |= any(each.operator for each in ended)
     return fleet.say(done, must=must)
 
 
 def _said(
-    now_unix: float, verdict: Verdict, reason: str, source: str = "command"
-) -> partial[Entry]:
-    return partial(
-        Entry, t_unix=now_unix, verdict=verdict, source=source, reason=reason, by=writer()
-    )
+    machine: str, verdict: Verdict, reason: str, t_unix: float, source: str = "command", **more: Any
+) -> Entry:
+    about = {"machine": machine, "verdict": verdict, "reason": reason, "source": source, **more}
+    return Entry(t_unix=t_unix, by=writer(), **about)
 
 
 def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
@@ -195,9 +194,7 @@ def note_failed(fleet: NodeLedger, reports: Sequence[NodeReport], now_unix: floa
         for gpu, said in _failures(report):
             words[report.node, gpu].append(said)
     entries = [
-        _said(now_unix, Verdict.OUT, f"preflight: {'; '.join(said)}", "preflight")(
-            machine=machine, gpu=gpu
-        )
+        _said(machine, Verdict.OUT, f"preflight: {'; '.join(said)}", now_unix, "preflight", gpu=gpu)
         for (machine, gpu), said in words.items()
     ]
     fleet.add(*entries)
@@ -277,9 +274,8 @@ def drain(
         PlatformError: the platform is away.
     """
     platform.drain_machines(names, f"{reason} (holdfast drain, {writer()})")
-    entry = _said(now_unix, Verdict.DRAIN, reason)
     try:
-        fleet.say([entry(machine=name) for name in names])
+        fleet.say([_said(name, Verdict.DRAIN, reason, now_unix) for name in names])
     except HoldfastError as error:
         say(f"the drain is not on record: {error}")
     shown: dict[str, str] = {}

@@ -147,6 +147,16 @@ def test_under_the_cap_the_newest_is_kept_off_whatever_is_read_first():
     assert [each.machine for each in kept_off(held, pool, 1)] == ["n0"], "evidence before strikes"
 
 
+def test_a_release_is_forgotten_only_after_what_it_names():
+    """What it names may be in the other place, or another's file that stays."""
+    old = entry(verdict=Verdict.OUT, t=NOW - 100 * DAY)
+    back = replace(release_of(old, t=NOW - 99 * DAY), operator=True)
+    assert (
+        kept([old, back], [], NOW) == kept([back], [old], NOW) == kept([back], None, NOW) == [back]
+    )
+    assert kept([back], [], NOW) == []
+
+
 def test_nothing_is_kept_for_ever():
     """Neither what was released nor its release, once no record can bring it back."""
     world = World()
