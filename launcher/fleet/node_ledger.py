@@ -71,10 +71,8 @@ class NoOperatorError(UserError):
 class NodeLedger:
     """What is held against the fleet's nodes.
 
-    Args:
-        place: a folder, which need not exist, or a register (a board), with nothing else in it.
-        operators: the register for operators; a folder has its own.
-        wall: the clock.
+    Its `place` is a folder, which need not exist, or a register with nothing else in it; then
+    `operators` is theirs.
     """
 
     trouble: tuple[str, ...] = ()
@@ -174,14 +172,9 @@ class NodeLedger:
     ) -> list[Entry]:
         """Add what a run's record holds against machines; return what was new.
 
-        What is held against a GPU is added to the machine that has it now. What this object has
-        added before is skipped, and so are strikes that no longer count.
-
-        Args:
-            run_dir: the run.
-            since_unix: skip what happened before.
-            newest: read the ends of the files only: quick for records of months.
-            only: read this writer's file only.
+        What is held against a GPU is added to the machine that has it now. Skipped are what
+        happened before `since_unix`, what this object has added before, and strikes that no longer
+        count. With `newest` the ends of the files are read, with `only` the file of that writer.
 
         Raises:
             UserError: HF613 the record cannot be read; HF690 the ledger cannot be written.

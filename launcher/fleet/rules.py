@@ -1,14 +1,9 @@
 """What is held against machines, over all runs, and which of them a job is kept off. Pure.
 
-Entries are only ever added. A strike counts for STRIKE_S, three put a machine out; evidence of
-broken hardware, a failed check and an operator put it out at once, until it is released. What a
-program does to itself does not count: the event of an exclusion names the kind of its failure.
-
-A release names the entries that it ends, so no clock says what came first. What it names may be
-found again in the record of a run, so it is kept as long as that.
-
-GPUs move when machines are repaired. What is held against one by its UUID follows it: the machine
-that has it next is told.
+Strikes put a machine out for a time; evidence of broken hardware, a failed check and an operator
+until it is released. What a program does to itself does not count. A release names the entries that
+it ends, so no clock says what came first; what it names may be found again in the record of a run,
+so it is kept as long as that. What is held against a GPU follows it to the machine that has it next.
 """
 
 from __future__ import annotations
@@ -317,12 +312,7 @@ def kept(
     Forgotten is what neither counts nor can come back; a release after all that it names. Where
     there is no room, entries without effect go before that, then strikes of machines that are not
     out, the oldest of each first. Whatever may have to be released stays, and so do releases.
-
-    Args:
-        mine: the entries of the place.
-        others: those of the other place; None: not all are known, so nothing is forgotten.
-        now_unix: the time.
-        most_bytes: the room there.
+    `others` are the entries of the other place; None: not all are known, so nothing is forgotten.
 
     Raises:
         UserError: HF690 what stays is too much.
