@@ -1,9 +1,9 @@
 """What is held against machines, over all runs, and which of them a job is kept off. Pure.
 
 Strikes put a machine out for a time; evidence of broken hardware, a failed check and an operator
-until it is released. What a program does to itself does not count. A release names the entries that
-it ends, so no clock says what came first; what it names may be found again in the record of a run,
-so it is kept as long as that. What is held against a GPU follows it to the machine that has it next.
+until it is released. What a program does to itself does not count. A release names the entries
+that it ends, so no clock says what came first; what it names may be found again in the record of a
+run, so it is kept as long as that. What is held against a GPU follows it to its next machine.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users"),
 ]
 ONE, TWO = 61001, 61002
+codecs.lookup("utf-8-sig")  # children may not be able to read the interpreter's folder
 POOL = [f"n{k}" for k in range(100)]
 
 
