@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ data: {{path: text.txt, format: text, tokenizer: bytes}}
 """
 
 
+def event_files(run_dir: Path) -> list[Path]:
+    """Return the files of all that a run has on record."""
+    return sorted([*run_dir.glob("events/*.jsonl"), *run_dir.glob("nodes/*.jsonl*")])
+
+
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """Return the run's events `name` of all writers, in the order of time."""
     found = []
-    for path in (run_dir / "events").glob("*.jsonl"):
+    for path in event_files(run_dir):
         for line in path.read_text().splitlines():
             if f'"event":"{name}"' in line:
                 try:
@@ -41,6 +47,11 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
                 except json.JSONDecodeError:
                     continue  # the writer was killed in it
     return sorted(found, key=lambda event: event["t_unix"])
+
+
+def pids_of(started: Mapping[str, Any]) -> dict[int, int]:
+    """Return rank -> process of the fields of a `workers.started`."""
+    return dict(enumerate(started["pids"], started["first_rank"]))
 
 
 def losses(run_dir: Path) -> dict[int, float]:

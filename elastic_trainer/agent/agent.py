@@ -53,7 +53,6 @@ from elastic_trainer.agent.membership.notices import (
     WorkersEnded,
     WorkersFailed,
     WorkersReady,
-    WorkersRunning,
     WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import (
@@ -164,7 +163,7 @@ class HoldfastAgent(ElasticAgent):
         """Serve until the job stops; then return what became of this node's workers."""
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
-        self._log.emit(
+        self._log.emit_here(
             "agent.started",
             pid=os.getpid(),
             host=me.host,
@@ -184,14 +183,16 @@ class HoldfastAgent(ElasticAgent):
                 raise
             finally:
                 # Also after an error of ours: a node must not continue without its agent.
-                self._kill_workers("the agent ends")
+                self._kill_workers()
                 self._workers.close()
                 self._scripts.close()
                 self._reporter.close()
                 self._membership.close()
                 if self._stopped is not None and self._stopped.serves:
                     self._serve_snapshots()
-                self._log.emit("agent.exit", code=code, reason=reason)
+                known = self._stopped is not None and self._stopped.on_record
+                emit = self._log.emit_here if known else self._log.emit
+                emit("agent.exit", code=code, reason=reason)
                 result = self._result(code)
                 if self._stopped is not None:
                     self._telemetry.ended(result)
@@ -268,7 +269,7 @@ class HoldfastAgent(ElasticAgent):
                 self._reporter.aborted(notice)
                 if notice.stacks:
                     self._reporter.dump_stacks(epoch)
-                self._kill_workers(notice.reason)
+                self._kill_workers()
             case ShowWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
                 self._reporter.show(epoch, stalled=False)
             case AskWorkers(epoch=number) if epoch is not None and number == epoch.formed.epoch:
@@ -307,14 +308,14 @@ class HoldfastAgent(ElasticAgent):
         if formed.epoch <= self._newest:
             return  # an older one, late: the epoch fences everything
         first, self._newest, self._formed = self._formed is None, formed.epoch, formed
-        self._kill_workers("a new epoch")
+        begin = self._clock()
+        self._kill_workers()
         self._list_agents(formed)
         self._reporter.formed(formed, first=first)
         config, me = self._config, self._config.me
         if self._left or group_rank_of(formed, me) < 0:
             return  # a spare, or not fit for any more
         self._log.epoch = formed.epoch
-        begin = self._clock()
         assign_ranks(self._group, formed, me)
         self._failures, self._succeeded = {}, []
         self._telemetry.formed(formed.epoch)
@@ -336,7 +337,7 @@ class HoldfastAgent(ElasticAgent):
                 case WorkerStarted():
                     self._on_started(happening)
                 case StandbyReady():
-                    self._log.emit("standby.ready", **asdict(happening))
+                    self._log.emit_here("standby.ready", **asdict(happening))
                 case WorkerExited():
                     self._on_exit(happening)
                 case ZygoteLost():
@@ -350,14 +351,12 @@ class HoldfastAgent(ElasticAgent):
         epoch = self._epoch
         if epoch is None:
             return
-        fields = asdict(started)
-        self._log.emit("worker.started", worker_rank=fields.pop("rank"), **fields)
         worker = self._group.workers[started.local_rank]
         worker.id = started.pid
         self._telemetry.started(worker)
-        epoch.started += 1
-        if epoch.started == self._config.workers:
-            self._reporter.phase("fork", epoch.fork_begun)
+        epoch.started.append(started)
+        if len(epoch.started) == self._config.workers:
+            self._reporter.started(epoch)
             if not self._config.watch_all:
                 self._now_running(epoch)  # a script tells nothing better
 
@@ -438,7 +437,7 @@ class HoldfastAgent(ElasticAgent):
         self._membership.report(replace(report, stepped=epoch.stepped))
         if report.failure.kind is Kind.HANG:
             self._reporter.dump_stacks(epoch)
-        self._kill_workers(f"rank {report.rank}: {report.failure.kind}")
+        self._kill_workers()
 
     def _on_zygote_lost(self, lost: ZygoteLost) -> None:
         epoch = self._epoch
@@ -454,7 +453,7 @@ class HoldfastAgent(ElasticAgent):
         if self._zygotes_lost > (ZYGOTES_LOST if self._has_run else 1):
             self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
-    def _kill_workers(self, reason: str) -> None:
+    def _kill_workers(self) -> None:
         """End the epoch here: afterwards no process of it runs, or the node has said it leaves."""
         if self._epoch is None and not self._workers.alive and self._workers.cleared:
             return
@@ -468,15 +467,14 @@ class HoldfastAgent(ElasticAgent):
             self._scripts.look_back({exited.local_rank: exited.beat}, ending=True)
             if epoch is not None:
                 epoch.step = max(epoch.step, exited.beat.step)
-            killed = exited.signal == signal.SIGKILL
-            failure = None if killed else failure_of(exited, beats=self._config.watch_all)
-            detail = f"killed by the agent: {reason}" if killed else ""
-            shown = self._scripts.on_console(exited.local_rank)
-            self._reporter.exited(exited, failure, detail, shown=shown)
+            if exited.signal != signal.SIGKILL:  # else it was killed here
+                failure = failure_of(exited, beats=self._config.watch_all)
+                shown = self._scripts.on_console(exited.local_rank)
+                self._reporter.exited(exited, failure, shown=shown)
         if epoch is not None:
             self._show_progress(epoch, last=True)
         if had:
-            self._reporter.phase("kill_workers", begin)
+            self._reporter.killed(self._clock() - begin)
         self._leave_if_unreapable(tuple(unreapable))
 
     def _leave_if_unreapable(self, pids: tuple[int, ...]) -> None:
@@ -517,7 +515,7 @@ class HoldfastAgent(ElasticAgent):
         if not epoch.freed and any(beat.committed_step for beat in beats.values()):
             self._free_older_snapshots(epoch)
         # A worker can have completed a step before the zygote's word of its start is read.
-        all_started = epoch.started == len(beats) == self._config.workers
+        all_started = len(epoch.started) == len(beats) == self._config.workers
         if all_started and all(map(has_run, beats.values())):
             self._now_running(epoch)
         epoch.monitor.look()
@@ -572,7 +570,7 @@ class HoldfastAgent(ElasticAgent):
         epoch.running = self._has_run = True
         self._zygotes_lost = 0
         self._telemetry.running()
-        self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
+        self._reporter.running(epoch)
         if (ladder := self._config.standbys_for) is not None:  # not before: it would slow the start
             left = len(epoch.formed.members) + len(epoch.formed.spares) - 1  # should one be lost
             rung = ladder.rung_for(left) or epoch.formed.rung

@@ -70,7 +70,7 @@ from elastic_trainer.worker.secret import (
 
 AUTHENTICATE_S = 5.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-RECORD = {"board", "events", "logs", "secret", "stacks"}
+RECORD = {"board", "events", "logs", "nodes", "secret", "stacks"}
 """What an agent itself puts into the folder of a job that has no job file."""
 
 

@@ -20,10 +20,10 @@ _KNOWN: Final = ("event", "t_unix", "t_mono", "node", "rank", "epoch", "step")
 EVENTS: Final[dict[str, str]] = {
     # agents: membership
     "agent.started": "An agent came up. pid, host, address, port, gpus",
-    "agent.exit": "An agent ended. code, reason",
-    "coordinator.elected": "This agent took the coordinator's lease. term, previous",
+    "agent.exit": "An agent ended by itself, or coordinated to the end. code, reason",
+    "coordinator.elected": "This agent took the coordinator's lease. term, previous, host, address",
     "epoch.formed": "An epoch was published. members, spares, rung, layout, coordinator, reason",
-    "epoch.aborted": "The coordinator ended an epoch. reason, victims",
+    "epoch.aborted": "The coordinator ended an epoch. reason, victims, kind",
     "epoch.delayed": "What all nodes share fails again: the next epoch waits. seconds, reason",
     "member.joined": "A node asked to join. member, host, address",
     "member.lost": "A node is gone. member, host, reason, detected_s",
@@ -58,9 +58,15 @@ EVENTS: Final[dict[str, str]] = {
     ),
     "job.stopped": "The job ended as a whole. code, reason",
     # agents: workers
-    "worker.started": "A worker was forked or started. pid, local_rank, how",
+    "workers.started": (
+        "A node's workers of an epoch were forked or started, in order of their ranks. "
+        "first_rank, pids, how, why"
+    ),
     "standby.ready": "It waits for the next epoch. pid, local_rank, seconds, private_mib",
-    "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
+    "worker.exit": (
+        "A worker failed, and not for another's end. "
+        "pid, local_rank, code, signal, kind, action, detail"
+    ),
     "save.asked": "This node was asked for a checkpoint now; the step its workers are at",
     "worker.signalled": "A script was asked to leave. pid, local_rank, request, signal, grace_s",
     "worker.stalled": "It hangs or waits. local_rank, section, part, idle_s, limit_s, state",
@@ -77,7 +83,7 @@ EVENTS: Final[dict[str, str]] = {
         "first, newest, redone, from_scratch, by, stops, reason"
     ),
     "script.silent": "A script ended with 0 and has shown no step since it started. newest",
-    "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
+    "recovery.phase": "One phase of a start or recovery ended. phase, seconds, member",
     # workers
     "trainer.started": (
         "A trainer is ready to step. layout, resume_step, restored_from, training, training_step"
@@ -157,8 +163,8 @@ class Event:
     step: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> str:
-        """Return the JSON line, newline included.
+    def encode(self, *, brief: bool = False) -> str:
+        """Return the JSON line, newline included; `brief`: without what is None.
 
         What `parse_json` refuses becomes text: NaN and infinities `nan`, `inf` and `-inf`, half a
         surrogate pair, as in a path that is not UTF-8, a question mark.
@@ -175,6 +181,8 @@ class Event:
             "event": self.event,
             **self.fields,
         }
+        if brief:
+            raw = {key: value for key, value in raw.items() if value is not None}
         dumps = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
         try:
             text = dumps(raw)

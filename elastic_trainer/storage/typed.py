@@ -108,7 +108,7 @@ def _builder(want: Any) -> Callable[[Any], Any]:
         case None:
             return _class_builder(want)
         case types.UnionType | typing.Union:  # of Annotated
-            return lambda value: _first(inner, value)
+            return _union_builder(args, inner)
         case builtins.dict | collections.abc.Mapping:
             key, item = inner
             return lambda value: {key(k): item(v) for k, v in _of_type(value, dict).items()}
@@ -116,6 +116,14 @@ def _builder(want: Any) -> Callable[[Any], Any]:
     if ... in args:
         return lambda value: tuple(map(inner[0], _of_type(value, list, tuple)))
     return lambda value: _pairwise(inner, _of_type(value, list, tuple))
+
+
+def _union_builder(
+    args: tuple[Any, ...], inner: list[Callable[[Any], Any]]
+) -> Callable[[Any], Any]:
+    makers = [make for arg, make in zip(args, inner, strict=True) if arg is not type(None)]
+    one = makers[0] if len(makers) == 1 else functools.partial(_first, makers)
+    return one if len(makers) == len(args) else lambda value: None if value is None else one(value)
 
 
 def _class_builder(want: type) -> Callable[[Any], Any]:

@@ -35,6 +35,8 @@ class WriteBehind:
         path: of one writer alone: appends of several clients to one file corrupt it on NFS.
         must_keep: try a line that cannot be written (a full disk) again until it can; else drop
             it, and count it in `failed`.
+        full_bytes: a file of this size is renamed to `<name>.1`, in place of the one before, and
+            another begun; 0: it grows without end.
         on_stall: called by the thread when a stall is over.
         mono: monotonic seconds.
     """
@@ -44,10 +46,12 @@ class WriteBehind:
         path: Path,
         *,
         must_keep: bool = False,
+        full_bytes: int = 0,
         on_stall: StallCallback = lambda _seconds, _held: None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._must_keep, self._on_stall, self._mono = path, must_keep, on_stall, mono
+        self._full_bytes = full_bytes
         self._fd: int | None = None
         self.failed = 0
         """Lines dropped."""
@@ -134,8 +138,8 @@ class WriteBehind:
         rest = memoryview(line)
         while rest:
             try:
-                if self._fd is not None and not os.fstat(self._fd).st_nlink:
-                    self._close()  # somebody has removed the file
+                if self._fd is not None and len(rest) == len(line):
+                    self._look_at_file(os.fstat(self._fd))
                 if self._fd is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     if len(rest) == len(line) and is_torn(self._path):
@@ -150,6 +154,14 @@ class WriteBehind:
                     return False
                 time.sleep(RETRY_S)
         return True
+
+    def _look_at_file(self, found: os.stat_result) -> None:
+        """Leave the file if it is full, or if somebody has removed it."""
+        full = 0 < self._full_bytes <= found.st_size
+        if full and found.st_nlink:
+            os.replace(self._path, f"{self._path}.1")  # noqa: PTH105  on the way of every line
+        if full or not found.st_nlink:
+            self._close()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, None

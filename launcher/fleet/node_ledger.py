@@ -44,7 +44,7 @@ from launcher.fleet.rules import (
     moved,
     name_at,
 )
-from launcher.record.files import events_named, newest_events
+from launcher.record.files import events_named
 from launcher.render.kubernetes_names import LEDGER, OPERATORS
 from launcher.spec.errors import HoldfastError, UserError
 
@@ -167,25 +167,20 @@ class NodeLedger:
         run_dir: Path,
         *,
         since_unix: float = 0.0,
-        newest: bool = False,
         only: str | None = None,
     ) -> list[Entry]:
         """Add what a run's record holds against machines; return what was new.
 
         What is held against a GPU is added to the machine that has it now. Skipped are what
         happened before `since_unix`, what this object has added before, and strikes that no longer
-        count. With `newest` the ends of the files are read, with `only` the file of that writer.
+        count. With `only` this node's own record is read.
 
         Raises:
             UserError: HF613 the record cannot be read; HF690 the ledger cannot be written.
         """
         now = self._wall()
-        if newest:
-            found = newest_events(run_dir, writer=only)
-            events = [event for event in found if event.event in EVIDENCE]
-        else:
-            since = max(since_unix, now - HARVEST_S)
-            events = events_named(run_dir, EVIDENCE, since_unix=since)
+        since = max(since_unix, now - HARVEST_S)
+        events = events_named(run_dir, EVIDENCE, since_unix=since, nodes=True, node=only)
         # Launcher and pods may have the run in folders of other names.
         run = str(read_json(run_dir / "job.json").get("run_id") or run_dir.name)
         fresh = []

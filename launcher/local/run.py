@@ -21,8 +21,7 @@ from launcher.local.faults import (
     phases_begun,
 )
 from launcher.platforms.local import LocalCluster
-from launcher.record.event import worker_rank
-from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.files import LauncherLog, RunRecord, workers_of
 from launcher.record.status import TrainingStatus
 from launcher.runs.watching.screen import View
 from launcher.spec.errors import PermanentError
@@ -280,12 +279,7 @@ class LocalRun:
 
     def _worker(self, rank: int | None) -> tuple[str | None, int | None]:
         """Return node and pid of the worker of global rank `rank` in the current epoch."""
-        for event in reversed(self.record.events):
-            if (
-                event.event == "worker.started"
-                and worker_rank(event) == rank
-                and event.epoch == self.progress.epoch
-            ):
-                pid = event.fields.get("pid")
-                return event.node, pid if isinstance(pid, int) else None
-        return None, None
+        found = workers_of(self.record.run_dir).get(-1 if rank is None else rank)
+        if found is None or found.epoch != self.progress.epoch:
+            return None, None
+        return found.node, found.pid

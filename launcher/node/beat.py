@@ -167,7 +167,7 @@ LAST_S = 5.0
 class Strikes:
     """Takes a run's record over into the ledger, again and again, in a thread.
 
-    `only` limits it to the record of one writer; a pod's `env` says how its API server is reached.
+    `only` limits it to what one node has said; a pod's `env` says how its API server is reached.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Strikes:
 
     def _look(self, fleet: NodeLedger) -> None:
         try:
-            fleet.harvest(self._run_dir, since_unix=self._since, newest=True, only=self._only)
+            fleet.harvest(self._run_dir, since_unix=self._since, only=self._only)
         except Exception as error:  # noqa: BLE001  the job goes on without
             if self._said != (said := str(error)):
                 say(f"the fleet's ledger misses what happens here: {error}")

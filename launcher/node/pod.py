@@ -179,7 +179,7 @@ class Pod:
             leaves=lambda: not stop_request.asked(self._run_dir),
         )
         # What happens to members is on record by the agent that coordinates, in its own file.
-        strikes = Strikes(self._run_dir, self._env, only=f"agent-{who.pod}")
+        strikes = Strikes(self._run_dir, self._env, only=who.pod)
         try:
             write_atomic(who.agent_file, f"{agent.pid}\n")  # preStop may read it at any time
             strikes.start()

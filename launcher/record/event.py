@@ -12,6 +12,8 @@ from elastic_trainer.record.events import Event
 
 _MAX_LINE: Final = 150
 """Characters of one line; errors of libraries can be long, the logs have all of them."""
+_MOST_NAMES: Final = 16
+"""Nodes named in a line."""
 _MAX_NUMBER: Final = 1e300
 """Larger values were not measured: infinite, or too long for a float."""
 
@@ -20,6 +22,8 @@ def node_names(raw: Any) -> tuple[str, ...]:
     """Return node names from an event's member list (names, or mappings with `node`)."""
     if not isinstance(raw, list | tuple):
         return ()
+    if set(map(type, raw)) <= {str}:  # thousands, of each of hundreds of epochs
+        return tuple(raw)
     return tuple(str(item.get("node")) if isinstance(item, dict) else str(item) for item in raw)
 
 
@@ -67,10 +71,15 @@ def describe(event: Event) -> str | None:
 def _epoch_formed(event: Event) -> str:
     fields = event.fields
     layout = layout_label(str(fields.get("layout", "?")))
-    text = f"epoch {event.epoch}: {layout} on {' '.join(node_names(fields.get('members')))}"
+    text = f"epoch {event.epoch}: {layout} on {_some(node_names(fields.get('members')))}"
     if spares := node_names(fields.get("spares")):
-        text += f", spare: {' '.join(spares)}"
+        text += f", spare: {_some(spares)}"
     return f"{text} ({fields['reason']})" if fields.get("reason") else text
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return " ".join(names[:_MOST_NAMES]) + more
 
 
 def _worker_exit(event: Event) -> str | None:

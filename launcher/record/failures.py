@@ -8,6 +8,7 @@ become one `RunFailure` each, with its time and its phases.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -128,8 +129,14 @@ def failures(
     a peer did are signs that something is wrong, but no failures. A node that
     was not a member when it went cost nothing: its recovery took 0 s.
     """
-    started = [event for event in events if event.event == "agent.started"]
-    timed = [event for event in events if event.event == "recovery.phase"]
+    came: dict[str | None, list[Event]] = defaultdict(list)
+    timed: dict[int | None, list[Event]] = defaultdict(list)
+    ends: list[Event] = []
+    for event in events:
+        if event.event == "recovery.phase":
+            (ends if _is_by_time(event) else timed[event.epoch]).append(event)
+        elif (who := _come(event)) is not None:
+            came[who].append(event)
     found: list[RunFailure] = []
     for index, evidence in enumerate(_by_epoch(events, spans)):
         span, later = spans[index], spans[index + 1 :]
@@ -138,8 +145,8 @@ def failures(
             if failure.node is not None and span.members and failure.node not in span.members:
                 failure.detected_s, failure.recovered_s = failure.detected_s or 0.0, 0.0
             elif after is not None:
-                _measure(failure, span, after, timed)
-            before = [e for e in started if e.node == failure.node and e.t_unix <= failure.t]
+                _measure(failure, span, after, timed[after.epoch], ends)
+            before = [event for event in came[failure.node] if event.t_unix <= failure.t]
             failure.host = before[-1].fields.get("host") if before else None
             failure.lost = lost
             found.append(failure)
@@ -160,8 +167,8 @@ def _by_epoch(events: Iterable[Event], spans: Sequence[EpochSpan]) -> list[list[
     killed: dict[str | None, int] = {}
     """Node that was killed on purpose and has not come back -> index of its epoch."""
     for event in events if spans else ():
-        if event.event == "agent.started":
-            killed.pop(event.node, None)
+        if (come := _come(event)) is not None:
+            killed.pop(come, None)
         if event.event not in _EVIDENCE:
             continue
         index = max(bisect_right(formed, event.t_unix) - 1, 0)
@@ -202,7 +209,8 @@ def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> 
     signs = [e for e in evidence if e.event not in ("fault.injected", "worker.exit")]
     exits = [e for e in evidence if e.event == "worker.exit" and e.fields.get("kind")]
     if not found and aborts:  # its cause is unknown
-        kind = str(exits[0].fields["kind"]) if exits else "unknown"
+        kinds = [event.fields.get("kind") for event in (*aborts, *exits)]
+        kind = str(next(filter(None, kinds), "unknown"))
         node = next(iter(node_names(aborts[0].fields.get("victims"))), None)
         found = [_new(aborts[0], span, kind=kind, node=node)]
     noticed = [event.t_unix for event in (*signs, *exits)]
@@ -239,6 +247,13 @@ def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> RunFai
     return None
 
 
+def _come(event: Event) -> str | None:
+    """Return the node that has come, or come back; None: it tells of none."""
+    if event.event in ("coordinator.elected", "agent.started"):
+        return event.node
+    return _member(event) if event.event == "member.joined" else None
+
+
 def _member(event: Event) -> str | None:
     member = event.fields.get("member")
     return member if isinstance(member, str) else None
@@ -261,16 +276,28 @@ def _new(
     )
 
 
+def _is_by_time(phase: Event) -> bool:
+    """Whether only its time tells which failure a phase belongs to.
+
+    Who times the end of an epoch himself names the old one; the coordinator knows it afterwards,
+    and names the new one.
+    """
+    return phase.fields.get("phase") in _ENDING_PHASES and _member(phase) is None
+
+
 def _measure(
-    failure: RunFailure, span: EpochSpan, after: EpochSpan, timed: Iterable[Event]
+    failure: RunFailure,
+    span: EpochSpan,
+    after: EpochSpan,
+    timed: Iterable[Event],
+    ends: Iterable[Event],
 ) -> None:
     """Fill in how the run recovered from `failure` of `span`, with the steps of `after`.
 
-    Of a phase that several nodes timed the longest counts. `detect` and `form_epoch` span several
-    nodes, so no one of them can time them: unless an event says better they are the time from the
-    fault to its first evidence, and from there to the new epoch, less what else is known of that
-    time. `fork` begins where the epoch is formed: until its last node has heard of it, and ended
-    the workers of the epoch before, no fork begins there.
+    `timed` are the phases of `after`, `ends` those that end an epoch. Of a phase that several nodes
+    timed the longest counts. `detect` and `form_epoch` span several nodes, so no one of them can
+    time them: unless an event says better they are the time from the fault to its first evidence,
+    and from there to the new epoch, less what else is known of that time.
     """
     recovered_t = min(done.t for done in after.steps.values())
     failure.recovered_s, failure.next_epoch = recovered_t - failure.t, after.epoch
@@ -280,15 +307,9 @@ def _measure(
     elif span.steps and after.resume_step is not None:
         failure.steps_redone = max(0, span.last_step - after.resume_step)
     slowest: dict[str, float] = {}
-    for event in timed:
+    for event in (*timed, *(e for e in ends if failure.t <= e.t_unix <= recovered_t)):
         phase, seconds = str(event.fields.get("phase")), number(event, "seconds")
-        if phase in _ENDING_PHASES:
-            ours = failure.t <= event.t_unix <= recovered_t
-        else:
-            ours = event.epoch == after.epoch
-        if ours and seconds is not None:
-            if phase == "fork":
-                seconds = max(seconds, event.t_unix - after.formed_t)
+        if seconds is not None:
             slowest[phase] = max(slowest.get(phase, 0.0), seconds)
     if failure.detected_s is not None:
         slowest.setdefault("detect", failure.detected_s)

@@ -1,16 +1,23 @@
 """Reads the event files of a run, and writes the launcher's own. The others here open no file.
 
-Every writer has a file, RUN/events/<writer>.jsonl, which only grows. Events are
-ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so do the times here.
+Every writer has a file, RUN/events/<writer>.jsonl, which only grows. What each node does at each
+start is in RUN/nodes/<node>.jsonl, of which the newest is kept, and read where it is asked for.
+Events are ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so do the
+times here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -19,11 +26,15 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.storage.files import is_torn, of_each, open_regular, skipped
 from launcher.spec.errors import UserError
 
+NEWEST_STEPS: Final = 6_000
+"""So many events of steps and phases are read of a run whose present state is asked for."""
 MOST_EVENTS: Final = 200_000
-"""So many are kept of a record of which the newest are wanted: some 200 MB."""
-TAIL_BYTES: Final = 24 << 20
-"""So much is read of a record's ends: about a second."""
-_MAX_FILES: Final = 8192
+"""So many are kept of a record that is followed: some 200 MB."""
+_EVENT: Final = b'"event":"'
+_OF_STEPS: Final = (b"step.", b"script.progress", b"recovery.phase")
+_OF_START, _OF_EXIT, _OF_NONE = b'worker.started"', b'worker.exit"', b'"kind":null'
+"""Agents once wrote these for each worker at each start, of those they had killed too."""
+_SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)')
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
 _CLOCK_SLACK_S: Final = 3600.0
@@ -34,12 +45,16 @@ _T_UNIX: Final = attrgetter("t_unix")
 class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
-    A last line without its newline is left for a later poll. With `newest` only the ends of its
-    files are read, and no more than the newest MOST_EVENTS kept.
+    A last line without its newline is left for a later poll. With `newest`, what the present state
+    follows from: of steps and of starts only the newest, at the first poll, and no more than the
+    newest MOST_EVENTS are kept. Events `without` are not read.
     """
 
-    def __init__(self, run_dir: Path, *, newest: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, *, newest: bool = False, without: Collection[str] = ()
+    ) -> None:
         self.run_dir = run_dir
+        self._without = tuple(f'{name}"'.encode() for name in without)
         self.events: list[Event] = []
         """What was read so far, by `t_unix`."""
         self._newest = newest
@@ -54,13 +69,13 @@ class RunRecord:
             UserError: HF613 the folder cannot be read.
         """
         fresh: list[Event] = []
+        first = self._newest and not self._offsets
         files = _files(self.run_dir)
-        if self._newest and not self._offsets:
-            tails = _tails(files)
-            self._offsets = dict(of_each(tails, lambda path: (path, _next_line(path, tails[path]))))
         grown = [path for path, info in files if info.st_size > self._offsets.get(path, 0)]
-        for lines in of_each(grown, self._new_lines):
-            fresh += _decoded(lines)
+        new = list(of_each(grown, partial(self._new_lines, newest=first)))
+        since = _newest_since(new) if first else 0.0
+        for lines in new:
+            fresh += _decoded(line for line in lines if not since or _is_since(line, since))
         if fresh:
             fresh.sort(key=_T_UNIX)
             self.events += fresh
@@ -69,45 +84,63 @@ class RunRecord:
                 del self.events[: -MOST_EVENTS // 2]
         return fresh
 
-    def _new_lines(self, path: str) -> list[bytes]:
+    def _new_lines(self, path: str, *, newest: bool) -> list[bytes]:
+        """Return the new lines of a file, of those of steps only the `newest`."""
+        found: list[bytes] = []
+        of_steps: deque[int] = deque()
         offset = self._offsets.get(path, 0)
-        lines = list(_lines(path, offset))
-        self._offsets[path] = offset + sum(map(len, lines))
-        return lines
+        for line in _lines(path, offset):
+            offset += len(line)
+            at = line.find(_EVENT) + len(_EVENT)
+            if line.startswith(self._without, at):
+                continue
+            if newest:
+                if line.startswith(_OF_STEPS, at):
+                    of_steps.append(len(found))
+                    if len(of_steps) > NEWEST_STEPS:
+                        found[of_steps.popleft()] = b""
+                elif line.startswith(_OF_START, at) or (
+                    line.startswith(_OF_EXIT, at) and _OF_NONE in line
+                ):
+                    continue
+            found.append(line)
+        self._offsets[path] = offset
+        return list(filter(None, found))
 
 
-def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
-    """Return the events at the ends of the files, or of one writer's: quick for records of months.
-
-    Files that cannot be read are skipped.
-
-    Raises:
-        UserError: HF613 the folder cannot be read.
-    """
-    tails = _tails(_files(run_dir, "" if writer is None else writer))
-    found = of_each(tails, lambda path: list(_decoded(_lines(path, tails[path]))))
-    return sorted(chain.from_iterable(found), key=_T_UNIX)
+def _is_of_a_step(line: bytes) -> bool:
+    return line.startswith(_OF_STEPS, line.find(_EVENT) + len(_EVENT))
 
 
-def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
-    """Return for each of the files written last where its end begins.
-
-    Short files are read whole, and what they leave of TAIL_BYTES is divided among longer ones.
-    """
-    latest = sorted(files, key=lambda file: file[1].st_mtime, reverse=True)[:_MAX_FILES]
-    left, starts = TAIL_BYTES, {}
-    for index, (path, info) in enumerate(sorted(latest, key=lambda file: file[1].st_size)):
-        share = min(info.st_size, left // (len(latest) - index))
-        starts[path] = info.st_size - share
-        left -= share
-    return starts
+def _newest_since(files: list[list[bytes]]) -> float:
+    """Return when the oldest of the newest steps in all files was written; 0: all are few."""
+    times = [_written_unix(line) for lines in files for line in lines if _is_of_a_step(line)]
+    return 0.0 if len(times) <= NEWEST_STEPS else sorted(times)[-NEWEST_STEPS]
 
 
-def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
+def _is_since(line: bytes, since: float) -> bool:
+    return not _is_of_a_step(line) or _written_unix(line) >= since
+
+
+def _written_unix(line: bytes) -> float:
+    """Return when an event was written, before it is decoded; infinite: it does not say."""
+    found = _SAYS_WHEN.search(line)
+    return float(found[1]) if found else inf
+
+
+def events_named(
+    run_dir: Path,
+    names: Collection[str],
+    *,
+    since_unix: float = 0.0,
+    nodes: bool = False,
+    node: str | None = None,
+) -> list[Event]:
     """Return the events of these names, by time.
 
-    Files that were written last long before `since_unix` are not opened, and those that cannot be
-    read are skipped.
+    `nodes`: also of what each node does at each start; `node`: only what this one's agent has
+    written. Files that were written last long before `since_unix` are not opened, and those that
+    cannot be read are skipped.
 
     Raises:
         UserError: HF613 the folder cannot be read.
@@ -119,22 +152,59 @@ def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0
         return [event for event in _decoded(lines) if event.event in names]
 
     late = since_unix - _CLOCK_SLACK_S
-    found = of_each((path for path, info in _files(run_dir) if info.st_mtime >= late), read)
+    files = _files(run_dir, nodes=nodes, node=node)
+    found = of_each((path for path, info in files if info.st_mtime >= late), read)
     return sorted(chain.from_iterable(found), key=_T_UNIX)
 
 
-def _files(run_dir: Path, writer: str = "") -> list[tuple[str, os.stat_result]]:
-    """Return the event files, or that of one writer, by path."""
-    folder, names = run_dir / "events", [f"{writer}.jsonl"]
-    try:
-        if not writer:
-            names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]  # noqa: PTH208
-    except FileNotFoundError:
-        return []  # no event yet, or the run is being removed
-    except OSError as error:
-        raise UserError("HF613", f"{folder} cannot be read: {error.strerror or error}") from error
-    paths = (f"{folder}/{name}" for name in sorted(names))
-    return [file for file in of_each(paths, _looked_at) if stat.S_ISREG(file[1].st_mode)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A worker of the newest epoch, as the record has it."""
+
+    rank: int
+    node: str
+    pid: int
+    epoch: int
+
+
+def workers_of(run_dir: Path) -> dict[int, Worker]:
+    """Return the workers of the newest epoch, but those that failed, by rank.
+
+    Raises:
+        UserError: HF613 the folder cannot be read.
+    """
+    found: dict[int, Worker] = {}
+    epoch = -1
+    for event in events_named(run_dir, ("workers.started", "worker.exit"), nodes=True):
+        if event.epoch is None or event.node is None:
+            continue
+        if event.event == "workers.started":
+            if event.epoch > epoch:
+                epoch, found = event.epoch, {}
+            for rank, pid in enumerate(event.fields["pids"], event.fields["first_rank"]):
+                if event.epoch == epoch:
+                    found[rank] = Worker(rank=rank, node=event.node, pid=pid, epoch=epoch)
+        elif event.event == "worker.exit" and event.epoch == epoch:
+            pid = event.fields.get("pid")
+            found = {r: w for r, w in found.items() if (w.node, w.pid) != (event.node, pid)}
+    return found
+
+
+def _files(
+    run_dir: Path, *, nodes: bool = False, node: str | None = None
+) -> list[tuple[str, os.stat_result]]:
+    """Return the event files, or those of one node's agent, by path."""
+    paths: list[str] = []
+    for folder, mine in (("events", f"agent-{node}"), *([("nodes", f"{node}")] if nodes else [])):
+        try:
+            names = os.listdir(run_dir / folder) if node is None else [f"{mine}.jsonl"]  # noqa: PTH208
+        except FileNotFoundError:
+            continue  # no event yet, or the run is being removed
+        except OSError as error:
+            said = f"{run_dir / folder} cannot be read: {error.strerror or error}"
+            raise UserError("HF613", said) from error
+        paths += [f"{run_dir}/{folder}/{n}" for n in names if n.endswith((".jsonl", ".jsonl.1"))]
+    return [file for file in of_each(sorted(paths), _looked_at) if stat.S_ISREG(file[1].st_mode)]
 
 
 def _looked_at(path: str) -> tuple[str, os.stat_result]:
@@ -142,25 +212,15 @@ def _looked_at(path: str) -> tuple[str, os.stat_result]:
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
+    """Yield the whole lines of a file from byte `start` on, where one begins."""
     with open_regular(Path(path)) as file:
-        if start:
-            file.seek(start - 1)
-            file.readline(_MAX_LINE_BYTES)
+        file.seek(start)
         while line := file.readline(_MAX_LINE_BYTES):
             if not line.endswith(b"\n"):
                 if len(line) == _MAX_LINE_BYTES:
                     skipped(path, "a line is too long to be an event")
                 return  # the rest may be written while we look
             yield line
-
-
-def _next_line(path: str, start: int) -> int:
-    """Return where the first line begins at byte `start` or after it."""
-    if not start:
-        return 0
-    with open_regular(Path(path)) as file:
-        file.seek(start - 1)
-        return start - 1 + len(file.readline(_MAX_LINE_BYTES))
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:

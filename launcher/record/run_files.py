@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
-FETCHED: Final = ("attempts", "board", "events", "ledger", "logs")
+FETCHED: Final = ("attempts", "board", "events", "ledger", "logs", "nodes")
 """Folders of a run that its nodes write and people read."""
-GROWING: Final = ("events", "ledger", "logs")
+GROWING: Final = ("events", "ledger", "logs", "nodes")
 """Folders whose files only grow, so that their ends are enough."""
 STARTS: Final = "pods"
 """Folder of a run in which its pods count their starts; runs of other platforms have none."""

@@ -22,7 +22,10 @@ _SHOWS_LIFE: Final = ("run.started", "epoch.formed", "step.completed", "agent.st
 """An attempt has not ended, or another one has begun."""
 _NOBODY: Final = "?"
 """The member of an agent's `member.lost` that has never known a coordinator."""
-_NOT_LOST: Final = ("agent.started", "member.joined", "member.evicted", "member.left")
+_NOT_LOST: Final = (
+    *("agent.started", "coordinator.elected"),
+    *("member.joined", "member.evicted", "member.left"),
+)
 """A node is back, or was excluded or let go on purpose."""
 
 
@@ -222,7 +225,8 @@ class TrainingStatus:
 
     def _take_nodes(self, event: Event) -> None:
         fields = event.fields
-        member = event.node if event.event == "agent.started" else fields.get("member")
+        of_writer = event.event in ("agent.started", "coordinator.elected")
+        member = event.node if of_writer else fields.get("member")
         if isinstance(member, str) and isinstance(fields.get("host"), str):
             self.hosts[member] = fields["host"]
         if event.event == "member.lost" and member != _NOBODY:
@@ -308,5 +312,5 @@ def saved_nothing(seen: Collection[str]) -> bool:
 
     A script may have saved without a word in the record.
     """
-    ours = "trainer.started" in seen or "worker.started" not in seen
+    ours = "trainer.started" in seen or "epoch.formed" not in seen
     return ours and "checkpoint.committed" not in seen

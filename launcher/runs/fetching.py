@@ -33,9 +33,7 @@ def fetched(backend: Backend, job: JobRef) -> str:
     if not place.startswith(KUBERNETES) or not isinstance(backend, Machines):
         return ""
     try:
-        node_ledger_at(place, lambda: backend.register_server(job)).harvest(
-            Path(job.run_dir), newest=True
-        )
+        node_ledger_at(place, lambda: backend.register_server(job)).harvest(Path(job.run_dir))
     except Exception as error:  # noqa: BLE001  anybody may have written into it
         return f"what the run holds against machines is not in the ledger: {reason_of(error)}"
     return ""

@@ -33,7 +33,7 @@ from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 from elastic_trainer.storage.typed import parse_json
 from launcher.platforms.background import MARK as _LIVE
 from launcher.platforms.local import start_ticks
-from launcher.record.files import newest_events
+from launcher.record.files import RunRecord
 from launcher.record.status import TrainingStatus
 from launcher.spec.errors import UserError, Where, writing
 
@@ -159,12 +159,12 @@ def read_job(path: Path) -> TrainConfig:
 
 
 def read_training(run_dir: Path) -> TrainingStatus:
-    """Return the state of a run's training, from the ends of its record.
+    """Return the state of a run's training, from its record.
 
     Raises:
         UserError: HF613 its job.json or its record cannot be read.
     """
-    return TrainingStatus(load(run_dir), newest_events(run_dir))
+    return TrainingStatus(load(run_dir), RunRecord(run_dir, newest=True).poll())
 
 
 def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:

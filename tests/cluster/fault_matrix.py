@@ -21,8 +21,6 @@ from typing import Any
 from tiny_run import JOB as TINY
 from tiny_run import LOSS_REL, TEXT, events, losses
 
-from launcher.record.files import RunRecord
-
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
 STEPS = 24
@@ -156,9 +154,9 @@ class Monitor(threading.Thread):
         """By process id."""
 
     def run(self) -> None:
-        record, pids = RunRecord(self._run_dir), set()
+        pids: set[int] = set()
         while not self._stopped.wait(self._interval_s):
-            pids |= {e.fields["pid"] for e in record.poll() if e.event == "agent.started"}
+            pids |= {event["pid"] for event in events(self._run_dir, "agent.started")}
             # The number of one that has ended may be another process's soon: not looked at again.
             pids = {pid for pid in pids if self._sample(pid)}
 

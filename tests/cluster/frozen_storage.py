@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from fault_matrix import events
+from tiny_run import pids_of
 
 _SIZE = "192M"
 
@@ -129,6 +130,6 @@ class Freezer(threading.Thread):
         return any((event.get("step") or 0) >= freeze.step for event in found)
 
     def _kill(self, rank: int) -> None:
-        started = events(self._run_dir, "worker.started")
-        pids = [event["pid"] for event in started if event["worker_rank"] == rank]
+        started = map(pids_of, events(self._run_dir, "workers.started"))
+        pids = [pids[rank] for pids in started if rank in pids]
         os.kill(pids[-1], signal.SIGKILL)

@@ -24,6 +24,7 @@ from typing import Any
 
 import number_faults
 import torch.distributed as dist
+from tiny_run import event_files
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -263,7 +264,7 @@ class Run:
     def events(self, name: str | None = None) -> list[Event]:
         """Return the events of all writers, of one name or all, in the order of time."""
         found = []
-        for path in sorted((self.path / "events").glob("*.jsonl")):
+        for path in event_files(self.path):
             for line in path.read_text().splitlines():
                 event = Event.decode(line)
                 assert event is not None, line

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiny_run import event_files, pids_of
+
 from elastic_trainer.record.events import Event
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,7 @@ class LiveRun:
 
     def events(self, name: str | None = None, epoch: int | None = None) -> list[Event]:
         found = []
-        for path in sorted((self.path / "events").glob("*.jsonl")):
+        for path in event_files(self.path):
             found += [e for line in path.read_text().splitlines() if (e := Event.decode(line))]
         found.sort(key=lambda event: event.t_unix)
         return [e for e in found if name in (None, e.event) and epoch in (None, e.epoch)]
@@ -90,12 +92,9 @@ class LiveRun:
         return steady()
 
     def pid_of(self, rank: int, epoch: int) -> int:
-        (pid,) = (
-            e.fields["pid"]
-            for e in self.events("worker.started", epoch)
-            if e.fields["worker_rank"] == rank
-        )
-        return int(pid)
+        started = self.events("workers.started", epoch)
+        (pid,) = (pid for e in started for one, pid in pids_of(e.fields).items() if one == rank)
+        return pid
 
     def agents(self) -> dict[str, int]:
         return {str(e.node): int(e.fields["pid"]) for e in self.events("agent.started")}

@@ -84,9 +84,10 @@ def test_every_agent_is_read_and_a_lost_one_leaves_the_list(tmp_path):
         survivor = next(node for node in seen if node != formed)
         newest = run.events("epoch.formed")[-1].epoch
         [worker] = [
-            event.fields["pid"]
-            for event in run.events("worker.started", newest)
+            pid
+            for event in run.events("workers.started", newest)
             if event.node == survivor
+            for pid in event.fields["pids"]
         ]
         signal_all([worker], signal.SIGKILL)
         run.until(run.stepped_after(newest), "the others go on")

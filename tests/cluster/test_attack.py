@@ -14,6 +14,7 @@ import time
 
 import psutil
 from test_run import ROOT, arguments, job, wait_for
+from tiny_run import event_files
 
 from elastic_trainer.worker.secret import MAGIC, SECRET_NAME
 
@@ -35,7 +36,7 @@ GARBAGE = [
 
 
 def events_of(run):
-    for path in (run / "events").glob("*.jsonl"):
+    for path in event_files(run):
         yield from map(json.loads, path.read_text().splitlines())
 
 

@@ -50,10 +50,7 @@ def strike(run: LiveRun, rank: int, number: int, record: Record) -> Event:
     assert found_s < FOUND_S * slack(), hung
     assert took < STEP_S * slack()
     run.until(lambda: len(run.events("stacks.dumped", epoch)) == 3, "no stacks")
-    for killed in run.events("worker.exit", epoch):  # stacks come first
-        (dumped,) = (e for e in run.events("stacks.dumped", epoch) if e.node == killed.node)
-        assert dumped.t_unix - killed.t_unix < 1.0 * slack(), "its files are written meanwhile"
-        assert dumped.fields["seconds"] < 1.5
+    assert all(e.fields["seconds"] < 1.5 for e in run.events("stacks.dumped", epoch))
     return hung
 
 

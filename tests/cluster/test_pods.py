@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_run import event_files
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState
@@ -123,7 +124,7 @@ class Pods:
 
     def events(self, name: str) -> list[Event]:
         found = []
-        for path in (self.run_dir / "events").glob("*.jsonl"):
+        for path in event_files(self.run_dir):
             found += [e for line in path.read_text().splitlines() if (e := Event.decode(line))]
         return sorted((e for e in found if e.event == name), key=lambda event: event.t_unix)
 
@@ -333,8 +334,8 @@ def test_a_machine_that_was_excluded_takes_no_part_whatever_its_pods_are_called(
     bad = leader
     for _ in range(2):
         epoch = pods.until_steps(3, more=3)
-        [worker] = [e for e in pods.events("worker.started") if (e.node, e.epoch) == (bad, epoch)]
-        os.kill(worker.fields["pid"], signal.SIGKILL)
+        [start] = [e for e in pods.events("workers.started") if (e.node, e.epoch) == (bad, epoch)]
+        os.kill(start.fields["pids"][0], signal.SIGKILL)
         await_epoch_after(pods, epoch)
     machine = f"machine-{bad}"
     pods.until_steps(2)

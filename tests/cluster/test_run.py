@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_matrix import leftovers
-from tiny_run import events, losses
+from tiny_run import event_files, events, losses
 
 ROOT = Path(__file__).parents[2]
 HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
@@ -89,7 +89,7 @@ def wait_for(run_dir, name, wanted, process, seconds=45):
     """Return the first event `name` that is `wanted`; the run must go on until it comes."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for path in (run_dir / "events").glob("*.jsonl"):
+        for path in event_files(run_dir):
             for line in path.read_text().splitlines():
                 event = json.loads(line)
                 if event["event"] == name and wanted(event):

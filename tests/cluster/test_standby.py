@@ -42,7 +42,7 @@ def all_ready(run: LiveRun, epoch: int, num: int) -> None:
 
 
 def how_started(run: LiveRun, epoch: int) -> set[str]:
-    return {event.fields["how"] for event in run.events("worker.started", epoch)}
+    return {event.fields["how"] for event in run.events("workers.started", epoch)}
 
 
 def kill_a_worker(run: LiveRun, epoch: int) -> int:

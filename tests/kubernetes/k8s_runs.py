@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from k8s_cluster import KINDS, Cluster
+from tiny_run import event_files
 
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.plan.config import TrainConfig
@@ -141,7 +142,7 @@ class K8sRun:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events `name` of all writers, in the order of time."""
         found = []
-        for path in (self.path / "events").glob("*.jsonl"):
+        for path in event_files(self.path):
             for line in path.read_text().splitlines():
                 if f'"event":"{name}"' in line:
                     try:

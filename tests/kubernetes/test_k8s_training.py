@@ -192,9 +192,9 @@ def test_no_pod_takes_part_on_a_machine_that_was_excluded(cluster: Cluster, kind
 
 def _kill_worker(run: K8sRun, pod: str, epoch: dict[str, Any]) -> None:
     """Kill the worker that a pod runs in an epoch, as the kernel does where memory is short."""
-    started = [e for e in run.events("worker.started") if e["node"] == pod]
-    [worker] = [e for e in started if e["epoch"] == epoch["epoch"]]
-    assert run.cluster.run(pod, "sh", "-c", f"kill -9 {worker['pid']}").code == 0
+    started = [e for e in run.events("workers.started") if e["node"] == pod]
+    [[pid]] = [e["pids"] for e in started if e["epoch"] == epoch["epoch"]]
+    assert run.cluster.run(pod, "sh", "-c", f"kill -9 {pid}").code == 0
 
 
 def _scheduled(run: K8sRun, before: dict[str, str]) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 from cluster import until
 from jobs import ALWAYS, ROOT, WAIT_S, job_text
 
-from launcher.record.files import RunRecord
+from launcher.record.files import workers_of
 from launcher.runs.checkpoints.commits import RunCheckpoints
 
 pytestmark = pytest.mark.timeout(400)
@@ -70,10 +70,8 @@ def test_a_job_of_a_shell_with_secrets_is_saved_cancelled_and_resumed(user, slur
     wanted = ("env.inherit=[WANDED_PROJECT]", "env.variables={SET: here}")
     user.submit(*ALWAYS, *wanted, more=["--run-dir", "runs/one"])
     job = user.wait_step("one", 3)["job_id"]
-    record = RunRecord(Path("runs/one"))
-    record.poll()
-    started = next(e for e in record.events if e.event == "worker.started")
-    listed = slurm.on(started.node, "cat", f"/proc/{started.fields['pid']}/environ").stdout
+    [worker, *_] = workers_of(Path("runs/one")).values()
+    listed = slurm.on(worker.node, "cat", f"/proc/{worker.pid}/environ").stdout
     found = dict(line.split("=", 1) for line in listed.split("\0") if line)
     assert found.keys() & {*LEAKS, "SLURM_TIME_FORMAT"} <= {"SLURM_CPU_BIND"}
     assert found.get("SLURM_CPU_BIND") != "cores"

@@ -48,21 +48,21 @@ def find_workers(run_dir: Path, *, node: str | None) -> list[LiveWorker]:
     `node` is this node's name in the run; None: any, as on an emulated cluster.
     """
     run_id = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["run_id"]
-    files = [f"agent-{node}.jsonl"] if node else ["agent-*.jsonl"]
     newest: dict[int, LiveWorker] = {}
-    for path in (found for name in files for found in (run_dir / "events").glob(name)):
+    for path in (run_dir / "nodes").glob(f"{node or '*'}.jsonl*"):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            event = Event.decode(line) if '"worker.started"' in line else None
+            event = Event.decode(line) if '"workers.started"' in line else None
             if event is None or event.epoch is None or event.node is None:
                 continue
-            rank, pid = event.fields["worker_rank"], event.fields["pid"]
-            name = f"{event.epoch}-{event.fields['local_rank']}.heartbeat"
-            beats = SCRATCH.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
-            heartbeat = next(iter(beats), SCRATCH / name)
-            found = LiveWorker(rank, pid, event.epoch, event.node, heartbeat)
-            newer = rank not in newest or newest[rank].epoch < found.epoch
-            if newer and _is_of(pid, run_dir):
-                newest[rank] = found
+            for local_rank, pid in enumerate(event.fields["pids"]):
+                rank = event.fields["first_rank"] + local_rank
+                name = f"{event.epoch}-{local_rank}.heartbeat"
+                beats = SCRATCH.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
+                heartbeat = next(iter(beats), SCRATCH / name)
+                found = LiveWorker(rank, pid, event.epoch, event.node, heartbeat)
+                newer = rank not in newest or newest[rank].epoch < found.epoch
+                if newer and _is_of(pid, run_dir):
+                    newest[rank] = found
     return [newest[rank] for rank in sorted(newest)]
 
 

@@ -152,7 +152,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     Won: On(ANY, "_another_won"),
     # Reports of agents. Those that name an epoch are passed over when it is another one.
     WorkersReady: On(LIVE, "_ready", advance=True),
-    WorkersRunning: On({Phase.STARTING}, "_running", advance=True),
+    WorkersRunning: On(BUSY, "_running", advance=True),
     WorkersStepped: On(LIVE, "_stepped"),
     WorkersCommitted: On(LIVE, "_committed"),
     WorkersSeen: On(BUSY, "_seen"),
@@ -249,7 +249,13 @@ class Coordinator(Role):
         ctx, settings = self.ctx, self.ctx.settings
         ctx.timers.clear()
         before = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
-        ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
+        ctx.log(
+            "coordinator.elected",
+            term=ctx.term,
+            previous=before.node if before else None,
+            host=ctx.me.host,
+            address=ctx.me.address,
+        )
         if before is not None:
             self._lost_nodes.append(before.node)
             if before.agent_id in ctx.leaving:
@@ -797,8 +803,15 @@ class Coordinator(Role):
     def _ready(self, peer: Peer, _report: WorkersReady) -> None:
         self.peers.now_ready(peer)
 
-    def _running(self, _peer: Peer, _report: WorkersRunning) -> None:
-        self.phase = Phase.RUNNING
+    def _running(self, peer: Peer, report: WorkersRunning) -> None:
+        """The recovery is over; once all say so, put on record whose phases took longest."""
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.RUNNING
+        node, of = peer.member.node, len(self.members)
+        for phase, (seconds, slowest) in self.stragglers.started(
+            node, report.phases, of=of
+        ).items():
+            self.ctx.log("recovery.phase", phase=phase, seconds=seconds, member=slowest)
 
     def _stepped(self, _peer: Peer, report: WorkersStepped) -> None:
         """Remember that the job can run on so many nodes."""
@@ -898,16 +911,22 @@ class Coordinator(Role):
             node, first = (causes or self._failures)[0]
             reason = f"rank {first.rank} failed: {first.failure.detail}"
             victims = (node,) if causes and node else ()
-            self._end_epoch(reason, victims, stacks=first.failure.kind is Kind.HANG)
+            self._end_epoch(reason, victims, kind=first.failure.kind)
 
-    def _end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
-        """Have the workers of the epoch killed everywhere; `stacks`: dump theirs first."""
+    def _end_epoch(
+        self, reason: str, victims: tuple[str, ...], *, kind: Kind | None = None
+    ) -> None:
+        """Have the workers of the epoch killed everywhere; after a hang, dump their stacks first.
+
+        `kind`: of the worker's failure that ends it.
+        """
         ctx = self.ctx
         self.diagnosis.close(ctx.now)
         ctx.timers.pop("settle", None)
         self.phase, self.reason = Phase.IDLE, reason
-        ctx.log("epoch.aborted", reason=reason, victims=list(victims))
+        ctx.log("epoch.aborted", reason=reason, victims=list(victims), kind=kind)
         ctx.in_epoch = False
+        stacks = kind is Kind.HANG
         over = EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks)
         self._send_all(over)
         ctx.tell(over)
@@ -1040,7 +1059,7 @@ class Coordinator(Role):
             detail=hung.detail,
         )
         self._failures.append((hung.node, report))
-        self._end_epoch(f"hang: {hung.detail}", (hung.node,) if hung.node else (), stacks=True)
+        self._end_epoch(f"hang: {hung.detail}", (hung.node,) if hung.node else (), kind=Kind.HANG)
 
     # --- departures ----------------------------------------------------------------------
 

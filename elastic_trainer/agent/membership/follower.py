@@ -83,7 +83,7 @@ class Follower(Role):
             case EpochAborted() | ShowWorkers() | AskWorkers():
                 self._of_workers(message)
             case Stop(code=code, reason=reason, serves=serves):
-                return JobStopped(code, reason, serves)
+                return JobStopped(code, reason, serves, on_record=True)
             case Reject(code=int() as code, reason=reason):
                 return JobStopped(code, reason)
             case Reject():  # it knows of another coordinator

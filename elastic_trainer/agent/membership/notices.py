@@ -102,12 +102,14 @@ class JobStopped:
 
     `serves`: the others continue, and may need this node's snapshots.
     `over_in`: the job whose agents ended it before this one took part; None: it took part.
+    `on_record`: the coordinator has put it there.
     """
 
     code: int
     reason: str
     serves: bool = False
     over_in: str | None = None
+    on_record: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class WorkersRunning:
 
     epoch: int
     step: int
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the recovery that this agent has timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ device is slow at shows where the host waits for it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +52,21 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
+        self._starts: dict[str, Mapping[str, float]] = {}
+
+    def started(
+        self, node: str, phases: Mapping[str, float], *, of: int
+    ) -> dict[str, tuple[float, str]]:
+        """Take the seconds of each phase of a node's start.
+
+        Return the longest of each, and whose it was, once each `of` so many nodes has started.
+        """
+        self._starts[node] = phases
+        found: dict[str, tuple[float, str]] = {}
+        for name, timed in self._starts.items() if len(self._starts) == of else ():
+            for phase, seconds in timed.items():
+                found[phase] = max(found.get(phase, (0.0, name)), (seconds, name))
+        return found
 
     def take(self, node: str, paces: Sequence[RankPace]) -> list[Slow]:
         """Take a node's report and return those of its ranks that turn out slow, each once."""

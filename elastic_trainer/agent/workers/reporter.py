@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_trainer.agent.hangs.hang import WorkerProgress
 from elastic_trainer.agent.hangs.stacks import dump_stacks
@@ -19,8 +19,9 @@ from elastic_trainer.agent.membership.notices import (
     JobStopped,
     NodesAwaited,
     WorkersFailed,
+    WorkersRunning,
 )
-from elastic_trainer.agent.membership.tasks import WorkerExited
+from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted
 from elastic_trainer.agent.settings import AgentConfig, MembershipHandler
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
@@ -120,7 +121,7 @@ class Running:
     formed: EpochFormed
     monitor: HangMonitor
     fork_begun: float
-    started: int = 0
+    started: list[WorkerStarted] = field(default_factory=list)
     running: bool = False
     stepped: bool = False
     """A worker here has completed a step of it."""
@@ -156,6 +157,8 @@ class Reporter:
         self._stack_writer: threading.Thread | None = None
         self._voice = voice
         self._waiting: Waiting | None = None
+        self._phases: dict[str, float] = {}
+        """Seconds of the phases of this recovery that were timed here."""
         self._awaited: tuple[NodesAwaited, float] | None = None
         """As the coordinator said last, and when; None: it is another node's agent."""
         self._told = -1
@@ -215,33 +218,54 @@ class Reporter:
         self,
         exited: WorkerExited,
         failure: Failure | None,
-        detail: str = "",
         *,
         shown: bool | None = None,
     ) -> None:
-        """Put the end of a worker on record, and say a failure.
+        """Say a worker's failure; put it on record, unless it follows from another's.
 
-        Without a `failure` it ended well, or was killed here, and `detail` is put on record.
+        Without a `failure` it ended well, or was killed as it did not leave when it was asked to.
         `shown`: its stderr is on the agent's own; None: a failure is not said.
         """
         if failure is not None and shown is not None:
             self._say_failure(exited, failure, shown=shown)
-        self._log.emit(
-            "worker.exit",
-            step=exited.beat.step,
-            pid=exited.pid,
-            local_rank=exited.local_rank,
-            worker_rank=exited.rank,
-            code=exited.code,
-            signal=exited.signal,
-            kind=failure.kind if failure else None,
-            action=failure.action if failure else None,
-            detail=failure.detail if failure else detail,
+        late = failure is None and exited.signal is not None
+        if late or (failure is not None and failure.kind is not Kind.COLLATERAL):
+            self._log.emit(
+                "worker.exit",
+                step=exited.beat.step,
+                pid=exited.pid,
+                local_rank=exited.local_rank,
+                worker_rank=exited.rank,
+                code=exited.code,
+                signal=exited.signal,
+                kind=failure.kind if failure else None,
+                action=failure.action if failure else None,
+                detail=failure.detail if failure else "it did not leave when it was asked to",
+            )
+
+    def killed(self, seconds: float) -> None:
+        """Note how long it took to end workers."""
+        self._phases["kill_workers"] = max(seconds, self._phases.get("kill_workers", 0.0))
+
+    def started(self, epoch: Running) -> None:
+        """Put on record that all workers of this node are started."""
+        self._phases["fork"] = self._clock() - epoch.fork_begun
+        workers = sorted(epoch.started, key=lambda worker: worker.rank)
+        hows = [worker.how for worker in workers]
+        why = next((worker.why for worker in workers if worker.why), None)
+        self._log.emit_here(
+            "workers.started",
+            first_rank=workers[0].rank,
+            pids=[worker.pid for worker in workers],
+            how=hows[0] if len(set(hows)) == 1 else hows,
+            why=why,
         )
 
-    def phase(self, phase: str, begin: float) -> None:
-        """Put a phase of a recovery on record: from `begin` until now."""
-        self._log.emit("recovery.phase", phase=phase, seconds=round(self._clock() - begin, 6))
+    def running(self, epoch: Running) -> None:
+        """Report that the recovery is over here, and how long its phases took."""
+        phases = {phase: round(seconds, 6) for phase, seconds in self._phases.items()}
+        number, self._phases = epoch.formed.epoch, {}
+        self._membership.report(WorkersRunning(epoch=number, step=epoch.step, phases=phases))
 
     def dump_stacks(self, epoch: Running) -> None:
         """Put on record what the workers are doing; puts their end off by GATHER_S."""

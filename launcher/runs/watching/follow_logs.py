@@ -200,10 +200,6 @@ def _event_line(event: Event) -> str | None:
             if step_s and tokens is not None and step_s > 0:
                 parts.append(f"{tokens / step_s:,.0f} tokens/s")
             return ", ".join(parts)
-        case "worker.started":
-            return (
-                f"rank {worker_rank(event)} starts in epoch {event.epoch} (pid {fields.get('pid')})"
-            )
         case "trainer.started":
             return f"epoch {event.epoch} trains from step {fields.get('resume_step')} on"
         case "run.ended":

@@ -17,7 +17,7 @@ from launcher.platforms.commands import CommandResult, Commands, SystemCommands
 from launcher.platforms.local import python_path
 from launcher.platforms.slurm.backend import outside_jobs
 from launcher.platforms.targets import target_named
-from launcher.record.files import events_named
+from launcher.record.files import Worker, workers_of
 from launcher.runs.fetching import fetched
 from launcher.runs.run_dir import AGENTS_SCRIPT
 from launcher.runs.runs import StoredRun, current_job
@@ -25,16 +25,6 @@ from launcher.runs.watching.run_status import target_of
 from launcher.spec.errors import PermanentError, PlatformError, UserError
 
 SCRIPT = "job.sbatch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """A worker of the newest epoch, as the record has it."""
-
-    rank: int
-    node: str
-    pid: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,25 +119,6 @@ def read_script(text: str) -> StepStart:
     # With pyxis the whole step is in the container, where its own Python is.
     found = words[module - 3] if container else own
     return StepStart(python=found, options=tuple(container))
-
-
-def workers_of(run_dir: Path) -> dict[int, Worker]:
-    """Return the workers of the newest epoch that have not ended, by rank."""
-    found: dict[int, Worker] = {}
-    epoch = -1
-    for event in events_named(run_dir, ("worker.started", "worker.exit")):
-        if event.epoch is None or event.node is None:
-            continue
-        if event.event == "worker.started":
-            if event.epoch > epoch:
-                epoch, found = event.epoch, {}
-            if event.epoch == epoch:
-                rank, pid = event.fields["worker_rank"], event.fields["pid"]
-                found[rank] = Worker(rank=rank, node=event.node, pid=pid, epoch=epoch)
-        elif event.event == "worker.exit" and event.epoch == epoch:
-            pid = event.fields.get("pid")
-            found = {r: w for r, w in found.items() if (w.node, w.pid) != (event.node, pid)}
-    return found
 
 
 def worker_of(run_dir: Path, rank: int) -> Worker:

@@ -173,8 +173,11 @@ class Bench:
         return result, agent, self.events(me)
 
     def events(self, me: Member = ME) -> list[Event]:
-        lines = (self.tmp_path / "events" / f"agent-{me.node}.jsonl").read_text().splitlines()
-        return [event for line in lines if (event := Event.decode(line))]
+        of = {"events": f"agent-{me.node}.jsonl", "nodes": f"{me.node}.jsonl"}
+        paths = (self.tmp_path / folder / name for folder, name in of.items())
+        lines = [line for p in paths if p.exists() for line in p.read_text().splitlines()]
+        found = [event for line in lines if (event := Event.decode(line))]
+        return sorted(found, key=lambda event: event.t_mono)
 
     def reports(self) -> dict[int, dict[str, object]]:
         paths = self.tmp_path.glob("report.*")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import test_zygote as t
+from tiny_run import event_files
 
 from elastic_trainer.record.events import Event
 
@@ -66,7 +67,7 @@ class Cluster:
 
     def events(self) -> list[Event]:
         found = []
-        for path in (self.shared / "events").glob("*.jsonl"):
+        for path in event_files(self.shared):
             lines = path.read_text().splitlines()
             found += [event for line in lines if (event := Event.decode(line))]
         return sorted(found, key=lambda event: event.t_mono)
@@ -101,16 +102,17 @@ def test_a_script_lives_through_the_loss_of_a_worker_and_of_the_coordinator(
 ) -> None:
     cluster.start(3)
     cluster.until_said(1, ["3 3"] * 3, deadline_s=START_DEADLINE_S)
-    started = [event for event in cluster.events() if event.event == "worker.started"]
+    started = [event for event in cluster.events() if event.event == "workers.started"]
     assert {event.fields["how"] for event in started} == {"zygote"}
-    os.kill(started[0].fields["pid"], signal.SIGKILL)
+    os.kill(started[0].fields["pids"][0], signal.SIGKILL)
     cluster.until_said(2, ["3 3"] * 3)
     elected = [event for event in cluster.events() if event.event == "coordinator.elected"]
     assert len(elected) == 1
     workers = {
-        event.fields["pid"]
+        pid
         for event in cluster.events()
-        if event.event == "worker.started" and event.node == elected[0].node
+        if event.event == "workers.started" and event.node == elected[0].node
+        for pid in event.fields["pids"]
     }
     assert elected[0].node is not None
     cluster.agents[elected[0].node].kill()

@@ -11,6 +11,7 @@ from typing import Any
 import agent_bench as a
 import pytest
 import test_zygote as t
+from tiny_run import event_files
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import Std
 
@@ -214,10 +215,8 @@ def test_a_failure_that_peers_caused_by_leaving_on_request_is_taken_back(
         assert ended == WorkersEnded(epoch=1, finished=False, step=0, saved=False)
 
     events = run(tmp_path, task, play, settle_s=30.0)
-    exits = {e.fields["local_rank"]: e.fields for e in events if e.event == "worker.exit"}
-    assert (exits[0]["code"], exits[1]["code"]) == (1, 91)
-    if signalled:
-        assert exits[0]["kind"] is None
+    failed = [e.fields["local_rank"] for e in events if e.event == "worker.exit"]
+    assert failed == ([] if signalled else [0])
 
 
 STEPS = """
@@ -471,7 +470,7 @@ def run(
         log.close()
     if membership.error is not None:
         raise membership.error
-    lines = (tmp_path / "events").glob("*.jsonl")
+    lines = event_files(tmp_path)
     return [
         event
         for path in lines

@@ -105,7 +105,7 @@ class Side:
             spares=[], rung=2, reason="all are there",
         )  # fmt: skip
         for rank, node in enumerate(self.nodes):
-            self.emit("worker.started", node=node, rank=rank, epoch=1, pid=5, local_rank=0)
+            self.emit("workers.started", node=node, epoch=1, pids=[5], first_rank=rank)
         for step in range(1, steps + 1):
             self.emit(
                 "step.completed", node=first, rank=0, epoch=1, step=step, loss=2.5 - step / 10,

@@ -82,7 +82,7 @@ def trains(run="runs/one", *, attempt="17.0", steps=3, first=1, epoch=1, ends=No
     log.emit("run.started", attempt=attempt, nodes=2)
     members = [{"node": "n1"}, {"node": "n2"}]
     log.emit("epoch.formed", node="n1", epoch=epoch, members=members, spares=[], rung=2)
-    log.emit("worker.started", node="n1", rank=0, epoch=epoch, pid=5, local_rank=0)
+    log.emit("workers.started", node="n1", epoch=epoch, pids=[5], first_rank=0)
     for step in range(first, first + steps):
         log.emit(
             "step.completed", node="n1", rank=0, epoch=epoch, step=step, loss=2.5 - step / 10,

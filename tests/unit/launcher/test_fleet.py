@@ -192,20 +192,19 @@ def test_a_ledger_that_cannot_be_written_is_said(tmp_path):
         NodeLedger(tmp_path / "fleet").add(entry())
 
 
-@pytest.mark.parametrize("newest", [False, True])
-def test_a_runs_record_is_harvested_once(tmp_path, newest):
+def test_a_runs_record_is_harvested_once(tmp_path):
     run = tmp_path / "runs" / "one"
     log = LauncherLog(run, "n0", wall=lambda: NOW)
     log.emit("member.evicted", member="n1", host="n1", reason="XID 79", kind="node_fault")
     log.emit("step.completed", step=3)
     assert place_for(run) == str(tmp_path / "runs" / "fleet")
     fleet = node_ledger_at(place_for(run), wall=lambda: NOW)
-    [found] = fleet.harvest(run, newest=newest)
+    [found] = fleet.harvest(run)
     assert (found.machine, found.verdict, found.run) == ("n1", "out", "one")
-    assert fleet.harvest(run, newest=newest) == []
+    assert fleet.harvest(run) == []
     another = node_ledger_at(place_for(run), wall=lambda: NOW)
-    assert another.harvest(run, newest=newest) == []
-    assert another.harvest(run, since_unix=NOW + 1, newest=newest) == []
+    assert another.harvest(run) == []
+    assert another.harvest(run, since_unix=NOW + 1) == []
     (run / "job.json").write_text('{"fleet": "/shared/fleet"}')
     assert place_for(run) == "/shared/fleet"
 
@@ -216,7 +215,7 @@ def test_a_pod_reads_its_own_record_only(tmp_path):
         log = LauncherLog(run, f"agent-{name}", wall=lambda: NOW)
         log.emit("member.evicted", member=name, host=name, reason="XID 79", kind="node_fault")
     fleet = NodeLedger(tmp_path / "fleet", wall=lambda: NOW)
-    [found] = fleet.harvest(run, newest=True, only="agent-n2")
+    [found] = fleet.harvest(run, only="n2")
     assert found.machine == "n2"
 
 

@@ -204,7 +204,7 @@ def test_a_released_machine_stays_released_however_full_the_ledger_gets(
         many = [entry(f"m{turn}-{k}", t=NOW - k, reason="x" * 300) for k in range(20)]
         fleet.add(*many)
         again = NodeLedger(*(each for each in places), wall=lambda: NOW)
-        again.harvest(run, newest=True)
+        again.harvest(run)
         assert out(*again.entries()) == set()
 
 

@@ -181,7 +181,7 @@ def test_faults_strike_once_after_their_step_while_training(tmp_path):
 def test_kill_worker_finds_the_pid_of_this_epoch(tmp_path):
     def started(epoch, pid):
         return lambda s: s.stream.add(
-            "worker.started", epoch=epoch, node="node1", worker_rank=1, pid=pid, how="zygote"
+            "workers.started", epoch=epoch, node="node1", first_rank=1, pids=[pid], how="zygote"
         )
 
     story = Story(

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
-from launcher.record.files import LauncherLog, RunRecord, events_named, newest_events
+from launcher.record.files import LauncherLog, RunRecord, events_named, workers_of
 from launcher.record.timeline import epochs
 from launcher.spec.errors import UserError
 
@@ -66,16 +67,50 @@ def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
     assert [e.t_unix for e in record.events] == sorted(round(t, 6) for t in times)
 
 
-def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
-    assert newest_events(tmp_path) == []
-    monkeypatch.setattr("launcher.record.files.TAIL_BYTES", 512 * 1024)
-    log = LauncherLog(tmp_path, "a")
-    for step in range(4000):
-        log.emit("step.completed", step=step, padding="x" * 100)
-    LauncherLog(tmp_path, "b").emit("run.ended", code=0)
-    found = newest_events(tmp_path)
-    assert 1000 < len(found) < 3000
-    assert [found[0].step, found[-2].step] == [4001 - len(found), 3999]
+def test_of_steps_the_newest_are_enough_of_all_else_everything(tmp_path, monkeypatch):
+    assert RunRecord(tmp_path, newest=True).poll() == []
+    monkeypatch.setattr("launcher.record.files.NEWEST_STEPS", 100)
+    clock = iter(range(10**6))
+    logs = [LauncherLog(tmp_path, name, wall=lambda: float(next(clock))) for name in "ba"]
+    for step in range(400):
+        logs[step // 100 % 2].emit("step.completed", step=step, padding="x" * 100)
+        if step % 100 == 0:
+            logs[0].emit("epoch.formed", epoch=step // 100 + 1, members=["n"] * 3000)
+    found = RunRecord(tmp_path, newest=True).poll()
+    assert [e.step for e in found if e.event == "step.completed"] == [*range(300, 400)]
+    assert [e.epoch for e in found if e.event == "epoch.formed"] == [1, 2, 3, 4]
+
+
+def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_path):
+    log = LauncherLog(tmp_path, "agent-n0")
+    with (tmp_path / "events" / "agent-n0.jsonl").open("w") as file:
+        for rank in range(8):
+            start = {"v": 1, "t_unix": 1.0, "t_mono": 1.0, "event": "worker.started", "pid": rank}
+            file.write(json.dumps(start, separators=(",", ":")) + "\n")
+    for rank in range(8):
+        log.emit("worker.exit", epoch=1, worker_rank=rank, kind=None, signal=9)
+    log.emit("worker.exit", epoch=1, worker_rank=8, kind="crash", signal=11)
+    log.emit("member.evicted", member="n1", host="n1", reason="it left", kind=None)
+    found = RunRecord(tmp_path, newest=True).poll()
+    assert [(e.event, e.fields["kind"]) for e in found] == [
+        ("worker.exit", "crash"),
+        ("member.evicted", None),
+    ]
+
+
+def test_what_each_node_does_at_each_start_is_read_where_it_is_asked_for(tmp_path):
+    log = EventLog(tmp_path, "agent-n1", node="n1", epoch=3)
+    log.emit("member.lost", member="n0")
+    for start in range(1000):
+        log.emit_here("workers.started", first_rank=8, pids=[start, 7], how="zygote")
+    log.close()
+    assert [event.event for event in RunRecord(tmp_path).poll()] == ["member.lost"]
+    assert sum(path.stat().st_size for path in (tmp_path / "nodes").iterdir()) <= 2.1 * NODE_BYTES
+    assert {rank: one.pid for rank, one in workers_of(tmp_path).items()} == {8: 999, 9: 7}
+    assert events_named(tmp_path, ["workers.started"]) == []
+    found = events_named(tmp_path, ["workers.started", "member.lost"], nodes=True, node="n1")
+    assert found[0].event == "member.lost"
+    assert 100 < len(found) < 1000
 
 
 def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
@@ -92,11 +127,11 @@ def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
     assert len(events_named(tmp_path, ["member.evicted"], since_unix=5000.0)) == 1
 
 
-@pytest.mark.parametrize("read", [newest_events, lambda path: RunRecord(path).poll()])
-def test_a_record_that_cannot_be_read(tmp_path, read):
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_record_that_cannot_be_read(tmp_path, newest):
     (tmp_path / "events").write_text("")
     with pytest.raises(UserError, match="HF613"):
-        read(tmp_path)
+        RunRecord(tmp_path, newest=newest).poll()
 
 
 FIELDS = [
@@ -127,7 +162,7 @@ def test_pipes_and_devices_are_no_events(tmp_path, make):
     record, path, _ = of_one_file(tmp_path)
     make(path)
     assert record.poll() == []
-    assert newest_events(tmp_path) == []
+    assert RunRecord(tmp_path, newest=True).poll() == []
 
 
 def test_deep_lines_are_passed_over(tmp_path):

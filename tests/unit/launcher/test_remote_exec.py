@@ -78,8 +78,7 @@ def running(tmp_path):
 def started(run_dir, epoch, *workers):
     log = LauncherLog(run_dir, f"agent-{epoch}")
     for rank, node, pid in workers:
-        fields = {"pid": pid, "local_rank": 0, "worker_rank": rank}
-        log.emit("worker.started", node=node, epoch=epoch, **fields)
+        log.emit("workers.started", node=node, epoch=epoch, first_rank=rank, pids=[pid])
     return log
 
 

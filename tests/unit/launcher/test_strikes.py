@@ -62,13 +62,13 @@ def until(look):
 
 def test_it_looks_again_and_again_and_once_more_at_the_end(run):
     fleet = NodeLedger(run.parent / "fleet")
-    often = Strikes(run, {}, only="agent-a", every_s=0.05)
+    often = Strikes(run, {}, only="a", every_s=0.05)
     often.start()
     emit(run, "n1")
     emit(run, "n9", writer="agent-b")
     until(lambda: machines(fleet) == ["n1"])
     often.close()
-    rarely = Strikes(run, {}, only="agent-a", every_s=3600.0)
+    rarely = Strikes(run, {}, only="a", every_s=3600.0)
     rarely.start()
     emit(run, "n2")
     rarely.close()

@@ -186,15 +186,15 @@ def test_failures_of_the_storm():
     json.dumps(summary)
 
 
-def test_a_fork_counts_from_the_moment_the_epoch_was_formed():
-    """A node that ends its old workers late begins late to fork, and all wait for it."""
+def test_phases_that_the_coordinator_tells_afterwards_are_of_its_epoch():
     stream = trained(5)
-    stream.kill_node("node2").form(NODES[:2], resume=5)
-    formed = next(e.t_unix for e in stream.events if e.event == "epoch.formed" and e.epoch == 2)
-    late = {"epoch": 2, "node": "node1", "phase": "fork", "seconds": 0.03}
-    stream.add("recovery.phase", at=formed + 0.2, **late)
+    stream.kill_node("node2").form(NODES[:2], resume=5).steps(8)
+    for phase, seconds in (("kill_workers", 0.4), ("fork", 0.3)):
+        stream.add(
+            "recovery.phase", epoch=2, node="node0", phase=phase, seconds=seconds, member="node1"
+        )
     failure = only_failure(stream, upto=8)
-    assert failure["phases"]["fork"] == pytest.approx(0.2)
+    assert (failure["phases"]["kill_workers"], failure["phases"]["fork"]) == (0.4, 0.3)
 
 
 def test_a_failure_nobody_injected_starts_its_clock_at_detection():

@@ -133,13 +133,16 @@ def run(tmp_path):
     return folder
 
 
-def test_only_the_ends_of_a_long_record_are_read(run, monkeypatch):
+def test_only_the_newest_steps_of_a_long_record_are_read(run, monkeypatch):
     whole = RunRecord(run).poll()
-    monkeypatch.setattr("launcher.record.files.TAIL_BYTES", 5000)
+    monkeypatch.setattr("launcher.record.files.NEWEST_STEPS", 10)
     record = RunRecord(run, newest=True)
     part = record.poll()
-    assert part == whole[-len(part) :]
-    assert 0 < len(part) < len(whole)
+    steps = [event for event in part if event.event == "step.completed"]
+    assert 0 < len(steps) <= 10
+    assert steps == [event for event in whole if event.event == "step.completed"][-len(steps) :]
+    left_out = {each.event for each in whole} - {each.event for each in part}
+    assert left_out <= {"step.committed", "recovery.phase"}
     with (run / "events" / "agent-node0.jsonl").open("a") as file:
         file.write(whole[0].encode())
     [again] = record.poll()

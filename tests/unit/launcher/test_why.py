@@ -53,7 +53,6 @@ def before_workers() -> Stream:
 
 def before_a_step() -> Stream:
     stream = Stream().start(nodes=2)
-    stream.add("worker.started", node="node0", pid=1)
     return stream.form(["node0", "node1"], resume=0)
 
 
@@ -90,7 +89,7 @@ def test_what_was_saved_is_named(tmp_path):
 
 def test_of_a_script_that_says_it_saved_nothing_else_is_known(tmp_path):
     stream = Stream().start(nodes=2)
-    stream.add("worker.started", node="node0", pid=1)
+    stream.add("epoch.formed", epoch=1, node="node0", members=["node0", "node1"])
     why = told(tmp_path, stopped(stream), 91)
     assert why.state is JobState.SAVED
     assert all(value in why.short for value in ("91", "SIGTERM"))
