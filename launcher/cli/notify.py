@@ -21,7 +21,7 @@ import click
 
 from launcher.cli.common import EXIT_INTERRUPTED, runs_option, say
 from launcher.platforms.retries import retried
-from launcher.record.files import RunRecord
+from launcher.record.files import STEPS_AND_PHASES, RunRecord
 from launcher.record.notices import KINDS, Notice, Notices
 from launcher.runs.runs import find_users_runs, lost_kind
 from launcher.spec.errors import PermanentError, TemporaryError, UserError
@@ -116,7 +116,7 @@ class RunFollower:
             known = run.path in self._runs
             if not known:
                 notices = Notices(run.path.name, lost_kind(run.path))
-                self._runs[run.path] = RunRecord(run.path, newest=True), notices
+                self._runs[run.path] = RunRecord(run.path, newest=STEPS_AND_PHASES), notices
             record, notices = self._runs[run.path]
             try:
                 told = [notice for event in record.poll() if (notice := notices.add(event))]

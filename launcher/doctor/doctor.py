@@ -32,7 +32,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import masked
 
 STDIN: Final = "-"
-_OF_NO_FAILURE: Final = ("step.committed", "worker.started", "standby.ready")
+_OF_NO_FAILURE: Final = ("step.committed", "recovery.phase", "worker.started", "standby.ready")
 """Events that say nothing of failures, and are many."""
 _OF_A_RUN: Final = ("logs", "events", "job.json")
 _RANK_OF_FILE: Final = re.compile(r"(?:^|rank[_-]?|[_.-])(\d+)(?:\.(?:log|out|err|txt|json))?$")

@@ -282,7 +282,7 @@ def _is_by_time(phase: Event) -> bool:
     Who times the end of an epoch himself names the old one; the coordinator knows it afterwards,
     and names the new one.
     """
-    return phase.fields.get("phase") in _ENDING_PHASES and _member(phase) is None
+    return str(phase.fields.get("phase")) in _ENDING_PHASES and _member(phase) is None
 
 
 def _measure(

@@ -26,12 +26,13 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.storage.files import is_torn, of_each, open_regular, skipped
 from launcher.spec.errors import UserError
 
-NEWEST_STEPS: Final = 6_000
-"""So many events of steps and phases are read of a run whose present state is asked for."""
+NEWEST: Final = 6_000
+"""So many events are read of those of which the newest are wanted."""
+STEPS_AND_PHASES: Final = ("step.", "script.progress", "recovery.phase")
+"""Beginnings of the names of events of which a run's present state needs the newest only."""
 MOST_EVENTS: Final = 200_000
 """So many are kept of a record that is followed: some 200 MB."""
 _EVENT: Final = b'"event":"'
-_OF_STEPS: Final = (b"step.", b"script.progress", b"recovery.phase")
 _OF_START, _OF_EXIT, _OF_NONE = b'worker.started"', b'worker.exit"', b'"kind":null'
 """Agents once wrote these for each worker at each start, of those they had killed too."""
 _SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)')
@@ -45,19 +46,21 @@ _T_UNIX: Final = attrgetter("t_unix")
 class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
-    A last line without its newline is left for a later poll. With `newest`, what the present state
-    follows from: of steps and of starts only the newest, at the first poll, and no more than the
-    newest MOST_EVENTS are kept. Events `without` are not read.
+    A last line without its newline is left for a later poll. Of events whose names begin with one
+    of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
+    Those `without` are not read.
     """
 
     def __init__(
-        self, run_dir: Path, *, newest: bool = False, without: Collection[str] = ()
+        self, run_dir: Path, *, newest: Collection[str] = (), without: Collection[str] = ()
     ) -> None:
         self.run_dir = run_dir
-        self._without = tuple(f'{name}"'.encode() for name in without)
         self.events: list[Event] = []
-        """What was read so far, by `t_unix`."""
-        self._newest = newest
+        """What was read so far, by `t_unix`, and not forgotten."""
+        self._newest = tuple(name.encode() for name in newest)
+        self._without = tuple(f'{name}"'.encode() for name in without)
+        if newest or without:
+            self._without += (_OF_START, _OF_EXIT)
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
@@ -69,13 +72,11 @@ class RunRecord:
             UserError: HF613 the folder cannot be read.
         """
         fresh: list[Event] = []
-        first = self._newest and not self._offsets
+        newest = self._newest if not self._offsets else ()
         files = _files(self.run_dir)
         grown = [path for path, info in files if info.st_size > self._offsets.get(path, 0)]
-        new = list(of_each(grown, partial(self._new_lines, newest=first)))
-        since = _newest_since(new) if first else 0.0
-        for lines in new:
-            fresh += _decoded(line for line in lines if not since or _is_since(line, since))
+        for lines in _only_newest(list(of_each(grown, partial(self._new_lines, newest))), newest):
+            fresh += _decoded(lines)
         if fresh:
             fresh.sort(key=_T_UNIX)
             self.events += fresh
@@ -84,42 +85,48 @@ class RunRecord:
                 del self.events[: -MOST_EVENTS // 2]
         return fresh
 
-    def _new_lines(self, path: str, *, newest: bool) -> list[bytes]:
-        """Return the new lines of a file, of those of steps only the `newest`."""
+    def forget(self, before_unix: float) -> None:
+        """Drop the events before, but those of the epoch that ran then."""
+        formed = (
+            index
+            for index in range(len(self.events) - 1, -1, -1)
+            if self.events[index].event == "epoch.formed"
+            and self.events[index].t_unix <= before_unix
+        )
+        del self.events[: next(formed, 0)]
+
+    def _new_lines(self, newest: tuple[bytes, ...], path: str) -> list[bytes]:
+        """Return the new lines of a file, of the events `newest` as many as may be wanted."""
         found: list[bytes] = []
-        of_steps: deque[int] = deque()
+        places: deque[int] = deque()
         offset = self._offsets.get(path, 0)
         for line in _lines(path, offset):
             offset += len(line)
             at = line.find(_EVENT) + len(_EVENT)
             if line.startswith(self._without, at):
-                continue
-            if newest:
-                if line.startswith(_OF_STEPS, at):
-                    of_steps.append(len(found))
-                    if len(of_steps) > NEWEST_STEPS:
-                        found[of_steps.popleft()] = b""
-                elif line.startswith(_OF_START, at) or (
-                    line.startswith(_OF_EXIT, at) and _OF_NONE in line
-                ):
+                if _OF_NONE in line or not line.startswith(_OF_EXIT, at):
                     continue
+            elif line.startswith(newest, at):
+                places.append(len(found))
+                if len(places) > NEWEST:
+                    found[places.popleft()] = b""
             found.append(line)
         self._offsets[path] = offset
         return list(filter(None, found))
 
 
-def _is_of_a_step(line: bytes) -> bool:
-    return line.startswith(_OF_STEPS, line.find(_EVENT) + len(_EVENT))
+def _only_newest(files: list[list[bytes]], newest: tuple[bytes, ...]) -> Iterator[Iterable[bytes]]:
+    """Yield the lines of each file, of the events `newest` the NEWEST of all files."""
 
+    def counts(line: bytes) -> bool:
+        return line.startswith(newest, line.find(_EVENT) + len(_EVENT))
 
-def _newest_since(files: list[list[bytes]]) -> float:
-    """Return when the oldest of the newest steps in all files was written; 0: all are few."""
-    times = [_written_unix(line) for lines in files for line in lines if _is_of_a_step(line)]
-    return 0.0 if len(times) <= NEWEST_STEPS else sorted(times)[-NEWEST_STEPS]
-
-
-def _is_since(line: bytes, since: float) -> bool:
-    return not _is_of_a_step(line) or _written_unix(line) >= since
+    times = [_written_unix(line) for lines in files for line in lines if newest and counts(line)]
+    since = sorted(times)[-NEWEST] if len(times) > NEWEST else 0.0
+    for lines in files:
+        yield (
+            line for line in lines if not since or not counts(line) or _written_unix(line) >= since
+        )
 
 
 def _written_unix(line: bytes) -> float:

@@ -43,7 +43,7 @@ class _Followed:
         self.goodput: float | None = None
         self.spent: dict[str, float] = {}
         self.ended_unix: float | None = None
-        self._record = RunRecord(run.path, newest=True)
+        self._record = RunRecord(run.path, newest=("step.committed", "recovery.phase"))
         self._gpus = run_dirs.load(run.path).gpus_per_node
 
     def poll(self, now_unix: float) -> None:
@@ -51,6 +51,7 @@ class _Followed:
             self.metrics.add(event)
             self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
         spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
+        self._record.forget(now_unix - GOODPUT_S)
         self.spent, total = spent.by_cause, spent.allocated
         self.goodput = self.spent["productive"] / total if total else None
 

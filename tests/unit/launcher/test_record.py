@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
-from launcher.record.files import LauncherLog, RunRecord, events_named, workers_of
+from launcher.record.files import STEPS_AND_PHASES, LauncherLog, RunRecord, events_named, workers_of
 from launcher.record.timeline import epochs
 from launcher.spec.errors import UserError
 
@@ -68,15 +68,15 @@ def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
 
 
 def test_of_steps_the_newest_are_enough_of_all_else_everything(tmp_path, monkeypatch):
-    assert RunRecord(tmp_path, newest=True).poll() == []
-    monkeypatch.setattr("launcher.record.files.NEWEST_STEPS", 100)
+    assert RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll() == []
+    monkeypatch.setattr("launcher.record.files.NEWEST", 100)
     clock = iter(range(10**6))
     logs = [LauncherLog(tmp_path, name, wall=lambda: float(next(clock))) for name in "ba"]
     for step in range(400):
         logs[step // 100 % 2].emit("step.completed", step=step, padding="x" * 100)
         if step % 100 == 0:
             logs[0].emit("epoch.formed", epoch=step // 100 + 1, members=["n"] * 3000)
-    found = RunRecord(tmp_path, newest=True).poll()
+    found = RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll()
     assert [e.step for e in found if e.event == "step.completed"] == [*range(300, 400)]
     assert [e.epoch for e in found if e.event == "epoch.formed"] == [1, 2, 3, 4]
 
@@ -91,7 +91,7 @@ def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_
         log.emit("worker.exit", epoch=1, worker_rank=rank, kind=None, signal=9)
     log.emit("worker.exit", epoch=1, worker_rank=8, kind="crash", signal=11)
     log.emit("member.evicted", member="n1", host="n1", reason="it left", kind=None)
-    found = RunRecord(tmp_path, newest=True).poll()
+    found = RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll()
     assert [(e.event, e.fields["kind"]) for e in found] == [
         ("worker.exit", "crash"),
         ("member.evicted", None),
@@ -127,7 +127,7 @@ def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
     assert len(events_named(tmp_path, ["member.evicted"], since_unix=5000.0)) == 1
 
 
-@pytest.mark.parametrize("newest", [True, False])
+@pytest.mark.parametrize("newest", [STEPS_AND_PHASES, ()])
 def test_a_record_that_cannot_be_read(tmp_path, newest):
     (tmp_path / "events").write_text("")
     with pytest.raises(UserError, match="HF613"):
@@ -162,7 +162,7 @@ def test_pipes_and_devices_are_no_events(tmp_path, make):
     record, path, _ = of_one_file(tmp_path)
     make(path)
     assert record.poll() == []
-    assert RunRecord(tmp_path, newest=True).poll() == []
+    assert RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll() == []
 
 
 def test_deep_lines_are_passed_over(tmp_path):

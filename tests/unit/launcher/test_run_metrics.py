@@ -137,6 +137,19 @@ def test_the_runs_of_a_folder_are_served_and_forgotten_after_their_end(tmp_path)
     assert ("holdfast_exit_code", "over", "over") not in found
 
 
+def test_totals_are_of_the_whole_run_and_memory_of_the_last_hour(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.record.files.NEWEST", 10)
+    formed = [event("epoch.formed", t=t, epoch=t // 3600 + 1, members=["a"]) for t in (0, 3600)]
+    steps = [done(step, t=float(step * 60)) for step in range(1, 241)]
+    write_run(tmp_path, "one", [formed[0], *steps[:59], formed[1], *steps[59:]])
+    collector = RunsCollector(tmp_path, wall=lambda: 4 * 3600.0)
+    collector.poll()
+    assert samples(collector)["holdfast_steps_total", "one", "completed", "one"] == 240.0
+    [followed] = collector._runs.values()
+    assert [each.event for each in followed._record.events[:1]] == ["epoch.formed"]
+    assert len(followed._record.events) == 1 + 181, "what came after the epoch of that hour"
+
+
 def test_the_agents_of_runs_that_go_on_are_listed(tmp_path):
     write_run(tmp_path, "one", [FORMED, done(1, t=100.0)])
     write_run(tmp_path, "over", [FORMED, done(1, t=90.0), event("run.ended", t=95.0, code=0)])
