@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, NamedTuple
 
 from elastic_trainer.record.events import Event
@@ -148,9 +149,13 @@ def lineage(spans: Sequence[EpochSpan]) -> list[StepDone]:
     a step's last execution counts.
     """
     effective: dict[int, StepDone] = {}
-    for span in spans:
+    undone_after = inf
+    for span in reversed(spans):
         if not span.steps:
             continue
+        for step, done in span.steps.items():
+            if step <= undone_after:
+                effective.setdefault(step, done)
         start = span.resume_step if span.resume_step is not None else min(span.steps) - 1
-        effective = {step: done for step, done in effective.items() if step <= start} | span.steps
+        undone_after = min(undone_after, start)
     return [effective[step] for step in sorted(effective)]

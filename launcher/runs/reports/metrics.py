@@ -50,8 +50,8 @@ class _Followed:
         for event in self._record.poll():
             self.metrics.add(event)
             self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
-        spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
         self._record.forget(now_unix - GOODPUT_S)
+        spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
         self.spent, total = spent.by_cause, spent.allocated
         self.goodput = self.spent["productive"] / total if total else None
 
