@@ -43,8 +43,27 @@ def _recovery(key: str, what: str, limit: float) -> Aim:
     )
 
 
+_ASKED: dict[str, float] = {"status": 0.6, "why": 1.5, "metrics": 1.0, "report": 20.0}
+"""Command -> processor seconds that it may take on a run of 2,048 nodes."""
+
 AIMS: tuple[Aim, ...] = (
     Aim(program="check_time", key="check_s", what="check of 16,384 GPUs", limit=1.0),
+    Aim(
+        program="record",
+        key="n2048.mib_per_failure",
+        what="record of a failure of 2,048 nodes",
+        limit=0.5,
+        unit="MiB",
+    ),
+    *(
+        Aim(
+            program="record",
+            key=f"n2048.f419.{command}.cpu_s",
+            what=f"{command} after 419 failures of 2,048 nodes",
+            limit=limit,
+        )
+        for command, limit in _ASKED.items()
+    ),
     Aim(
         program="collectives",
         key="holdfast.syncs",

@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from common import OUT, ROOT, environment, machine, say, table, write_out
@@ -36,7 +37,7 @@ COMMANDS = {
     "status": ("status", "{run}"),
     "list": ("list", "--runs", "{folder}"),
     "why": ("why", "{run}"),
-    "metrics --once": ("metrics", "--runs", "{folder}", "--once"),
+    "metrics": ("metrics", "--runs", "{folder}", "--once"),
     "report": ("report", "{run}", "-o", "{folder}/report.html"),
 }
 
@@ -138,7 +139,7 @@ def cost(words: list[str]) -> dict[str, float]:
     }
 
 
-def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, object]:
+def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, Any]:
     """Make a run, and return what each command costs."""
     run = folder / f"n{nodes}-f{failures}" / "run"
     if not run.exists():
@@ -158,7 +159,15 @@ def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, o
     for command, words in COMMANDS.items():
         costs[command] = cost([word.format(**where) for word in words])
         say(f"{nodes} nodes, {failures} failures: {command} {costs[command]}")
-    return {"nodes": nodes, "failures": failures, "mib": round(size_mib(run), 2), **costs}
+    return {"mib": round(size_mib(run), 2), **costs}
+
+
+def per_failure(found: dict[int, dict[str, Any]]) -> float | None:
+    """Return the MiB that one of the first failures adds; None: fewer than two were measured."""
+    fewest, *others = sorted(found)
+    if not others:
+        return None
+    return round((found[others[0]]["mib"] - found[fewest]["mib"]) / (others[0] - fewest), 3)
 
 
 @click.command()
@@ -169,20 +178,20 @@ def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, o
 @OUT
 def main(nodes: str, failures: str, steps: int, folder: Path | None, out: Path | None) -> None:
     """Measure what questions about large runs cost."""
-    where = machine()
+    where, result, rows = machine(), {}, []
     with tempfile.TemporaryDirectory() as temporary:
-        rows = [
-            measured(folder or Path(temporary), each, lost, steps)
-            for each in map(int, nodes.split(","))
-            for lost in map(int, failures.split(","))
-        ]
-    shown = [
-        [row["nodes"], row["failures"], row["mib"]]
-        + [f"{row[command]['cpu_s']} s, {row[command]['mib']} MiB" for command in COMMANDS]
-        for row in rows
-    ]
-    text = table(["nodes", "failures", "record, MiB", *COMMANDS], shown)
-    write_out(f"{where}\n\n{text}\n\n{json.dumps({'record': rows})}", out)
+        for each in map(int, nodes.split(",")):
+            found = {
+                lost: measured(folder or Path(temporary), each, lost, steps)
+                for lost in map(int, failures.split(","))
+            }
+            costs = {f"f{lost}": row for lost, row in found.items()}
+            result[f"n{each}"] = {"mib_per_failure": per_failure(found), **costs}
+            for lost, row in found.items():
+                cells = [f"{row[key]['cpu_s']} s, {row[key]['mib']} MiB" for key in COMMANDS]
+                rows.append([each, lost, row["mib"], *cells])
+    text = table(["nodes", "failures", "record, MiB", *COMMANDS], rows)
+    write_out(f"{where}\n\n{text}\n\n{json.dumps(result)}", out)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ PROGRAMS: dict[str, list[str]] = {
     "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
     "hang": ["--repeats", "1", "--only", "holdfast"],
     "snapshot": ["--small", "--only", "sizes,stall,reshard"],
+    "record": ["--nodes", "16", "--failures", "0,2"],
     "membership": ["--repeats", "1", "--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
 }
