@@ -30,9 +30,9 @@ HOLDFAST = (sys.executable, "-P", "-m", "launcher.cli.main")
 WORKERS = 8
 LAYOUT = "dp8-pp16-cp16-tp8"
 STEP_S, START_S = 10.0, 30.0
-KEPT_STARTS = 400
+KEPT_STARTS = 300
 """Older ones are no longer in a node's own file."""
-BEGAN_UNIX = 1795600000.0
+BEGAN_UNIX = 1795000000.0
 COMMANDS = {
     "status": ("status", "{run}"),
     "list": ("list", "--runs", "{folder}"),
