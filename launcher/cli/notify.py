@@ -115,8 +115,8 @@ class RunFollower:
         for run in found:
             known = run.path in self._runs
             if not known:
-                notices = Notices(run.path.name, lost_kind(run.path))
-                self._runs[run.path] = RunRecord(run.path, newest=STEPS_AND_PHASES), notices
+                record = RunRecord(run.path, newest=STEPS_AND_PHASES, keep=False)
+                self._runs[run.path] = record, Notices(run.path.name, lost_kind(run.path))
             record, notices = self._runs[run.path]
             try:
                 told = [notice for event in record.poll() if (notice := notices.add(event))]

@@ -48,13 +48,18 @@ class RunRecord:
 
     A last line without its newline is left for a later poll. Of events whose names begin with one
     of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
-    Those `without` are not read.
+    Those `without` are not read. Without `keep`, `events` stays empty: polls return enough.
     """
 
     def __init__(
-        self, run_dir: Path, *, newest: Collection[str] = (), without: Collection[str] = ()
+        self,
+        run_dir: Path,
+        *,
+        newest: Collection[str] = (),
+        without: Collection[str] = (),
+        keep: bool = True,
     ) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self._keep = run_dir, keep
         self.events: list[Event] = []
         """What was read so far, by `t_unix`, and not forgotten."""
         self._newest = tuple(name.encode() for name in newest)
@@ -79,7 +84,7 @@ class RunRecord:
             fresh += _decoded(lines)
         if fresh:
             fresh.sort(key=_T_UNIX)
-            self.events += fresh
+            self.events += fresh if self._keep else ()
             self.events.sort(key=_T_UNIX)  # nearly sorted: little more than one pass
             if self._newest and len(self.events) > MOST_EVENTS:
                 del self.events[: -MOST_EVENTS // 2]

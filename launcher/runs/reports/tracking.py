@@ -207,7 +207,7 @@ class TrackedRun:
         self._writer, self._wall, self._say, self._settle_s = writer, wall, say, settle_s
         self._opened = opened
         self._board = FileBoard(run_dir / FOLDER, repair=lambda state, _: state or b"{}")
-        self._record, self._steps = RunRecord(run_dir), TrackedSteps()
+        self._record, self._steps = RunRecord(run_dir, keep=False), TrackedSteps()
         self._points: list[Point] = []
         """Certain, and not yet in all trackers."""
         self._trackers: dict[str, Tracker] = {}

@@ -112,7 +112,7 @@ class LogReader:
         output_files: Callable[[], Iterable[Path]] = tuple,
     ) -> None:
         self._logs, self._selection, self._output = run_dir / "logs", selection, output_files
-        self._record = RunRecord(run_dir)
+        self._record = RunRecord(run_dir, keep=False)
         self._files: dict[str, _File] = {}
 
     def look(self) -> None:

@@ -83,7 +83,7 @@ class Watch:
 
     def progress(self, view: View) -> None:
         """Draw the run's progress until the job has ended."""
-        record = RunRecord(self.run.path)
+        record = RunRecord(self.run.path, keep=False)
         training = TrainingStatus(run_dirs.load(self.run.path))
         with view:
             for _ in self._looks():

@@ -181,3 +181,11 @@ def test_the_launcher_goes_on_after_a_torn_line(tmp_path):
     log.emit("run.started", nodes=1)
     names = [each.event for each in RunRecord(tmp_path).poll()]
     assert names == ["run.started", "run.ended", "run.started"]
+
+
+def test_a_follower_that_needs_no_past_keeps_none(tmp_path):
+    record, log = RunRecord(tmp_path, keep=False), LauncherLog(tmp_path, "a")
+    for step in (1, 2):
+        log.emit("step.completed", step=step)
+        assert [event.step for event in record.poll()] == [step]
+    assert record.events == []
