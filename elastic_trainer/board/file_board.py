@@ -188,7 +188,9 @@ class FileBoard:
             if self._was_trimmed(version):
                 with contextlib.suppress(FileNotFoundError):
                     self._path(version).unlink()
-                return False
+                # Won long ago, and others built on it; or won now, too late: nobody can tell.
+                said = f"the swap upon version {version - 1} may have happened or not: it took so"
+                raise OSError(errno.EIO, f"{said} long that others put {KEEP_VERSIONS} above")
             self._trim(version, temp)
             return True
         finally:
@@ -210,7 +212,7 @@ class FileBoard:
                     return True
             finally:
                 os.close(fd)
-            if error.errno == errno.EEXIST:
+            if error.errno == errno.EEXIST and self._read(version) is not _GONE:
                 return False
             raise
         return True
@@ -218,8 +220,9 @@ class FileBoard:
     def _was_trimmed(self, version: int) -> bool:
         """Return whether `version` may have been used and trimmed before.
 
-        A writer that slept between reading and linking can win such a number. It was trimmed only
-        after KEEP_VERSIONS newer ones came, and after its base.
+        A writer that slept between reading and linking can win such a number, and one that slept
+        after it won finds the same. It was trimmed only after KEEP_VERSIONS newer ones came, and
+        after its base.
         """
         base_gone = version > 1 and self._read(version - 1) is _GONE  # opens: never from a cache
         return base_gone or max(self._versions(), default=0) >= version + KEEP_VERSIONS
