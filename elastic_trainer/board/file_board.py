@@ -38,7 +38,8 @@ HEAL_S: Final = 8.0
 """How long a reader of a damaged version waits for a newer one: longer than `lease_renew_s`."""
 
 _HEAL_POLL_S = 0.1
-_STALE_TEMP_S = 3600.0
+_STALE_TEMP_S = 86400.0
+"""More than clocks differ: Lustre's servers keep their clients' times."""
 _READ_ATTEMPTS = 16
 _MAGIC = b"holdfast-board-1"
 _PREFIX = "v"
@@ -234,7 +235,7 @@ class FileBoard:
                 if version > newest - KEEP_VERSIONS:
                     break
                 self._path(version).unlink(missing_ok=True)
-            now = temp.stat().st_mtime  # the file server's clock, as the orphans' times are
+            now = temp.stat().st_mtime
             for orphan in self._dir.glob(f"{_TEMP_PREFIX}*"):
                 if now - orphan.stat().st_mtime > _STALE_TEMP_S:
                     orphan.unlink(missing_ok=True)

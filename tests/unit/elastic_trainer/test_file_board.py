@@ -159,7 +159,7 @@ def test_newest_versions_are_kept_and_old_orphans_removed(tmp_path):
     old, young = tmp_path / ".tmp-1-dead", tmp_path / ".tmp-2-alive"
     old.touch()
     young.touch()
-    past = time.time() - 7200
+    past = time.time() - 2 * 86400
     os.utime(old, (past, past))
     advance(board, KEEP_VERSIONS + 5)
     versions = [n for n in files(tmp_path) if n.startswith("v")]
