@@ -33,39 +33,15 @@ class Fault:
     hold_s: float = 0.0
 
 
-class Server(ThreadingHTTPServer):
-    """Objects by path; `faults` strike the next requests that they fit, in order."""
+class ConfigMaps:
+    """Objects by path, by the rules of an API server."""
 
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, context: ssl.SSLContext | None, address: str) -> None:
-        super().__init__((address, 0), Handler)
-        if context is not None:
-            # The handshake is the handler's: a client that falls silent in it blocks nobody else.
-            self.socket = context.wrap_socket(
-                self.socket, server_side=True, do_handshake_on_connect=False
-            )
+    def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
-        self.token = FIRST_TOKEN
-        self.denied: set[str] = set()
-        self.faults: list[Fault] = []
-        self.connections = 0
-        self.requests: list[tuple[str, str]] = []
         self.meanwhile: Callable[[], None] | None = None
         """Called once, before the next write is carried out."""
         self._lock = threading.Lock()
         self._version = 100
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are part of the tests."""
-
-    def fault(self, method: str, when: str) -> Fault | None:
-        with self._lock:
-            found = next((f for f in self.faults if f.when == when and method in f.methods), None)
-            if found is not None:
-                self.faults.remove(found)
-            return found
 
     def carry_out(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if method != "GET" and (other := self.meanwhile) is not None:
@@ -82,7 +58,8 @@ class Server(ThreadingHTTPServer):
                 return 404, status("configmaps not found")
             if method == "GET":
                 return 200, here
-            if body["metadata"].get("resourceVersion") != here["metadata"]["resourceVersion"]:
+            base = body["metadata"].get("resourceVersion")  # without one it is put over any other
+            if base is not None and base != here["metadata"]["resourceVersion"]:
                 return 409, status("the object has been modified")
             return 200, self._store(path, body)
 
@@ -92,6 +69,37 @@ class Server(ThreadingHTTPServer):
         body["metadata"].setdefault("uid", f"uid-{self._version}")
         self.objects[path] = json.loads(json.dumps(body))
         return self.objects[path]
+
+
+class Server(ConfigMaps, ThreadingHTTPServer):
+    """Of one API server; `faults` strike the next requests that they fit, in order."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, context: ssl.SSLContext | None, address: str) -> None:
+        ConfigMaps.__init__(self)
+        ThreadingHTTPServer.__init__(self, (address, 0), Handler)
+        if context is not None:
+            # The handshake is the handler's: a client that falls silent in it blocks nobody else.
+            self.socket = context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.token = FIRST_TOKEN
+        self.denied: set[str] = set()
+        self.faults: list[Fault] = []
+        self.connections = 0
+        self.requests: list[tuple[str, str]] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are part of the tests."""
+
+    def fault(self, method: str, when: str) -> Fault | None:
+        with self._lock:
+            found = next((f for f in self.faults if f.when == when and method in f.methods), None)
+            if found is not None:
+                self.faults.remove(found)
+            return found
 
 
 class Handler(BaseHTTPRequestHandler):
