@@ -1,4 +1,4 @@
-"""Clients that take turns at each system call, and a disk that fails them.
+"""Clients that take turns at each system call or request, and what fails them.
 
 All in one process, in threads of which one runs at a time: what comes next is drawn, so a history
 can be played again.
@@ -7,6 +7,8 @@ can be played again.
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import os
 import random
 import threading
@@ -18,13 +20,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from config_map_server import ConfigMaps
+
+from elastic_trainer.board.kubernetes_board import ApiReply, KubernetesBoard, NotSentError
+
 WAIT_S = 60.0
 CALLS = ("open", "write", "fsync", "link", "unlink", "mkdir", "rename", "listdir", "scandir")
 RUNS = (1, 1, 2, 3, 8, 40)
 """A client's calls in a row."""
 
 
-class Crash(BaseException):  # noqa: N818  nothing that is caught
+class Crash(BaseException):
     """The client ends here; what it would still do on its way out is not done."""
 
 
@@ -42,6 +48,7 @@ class Client:
         self.faults, self.skew_s = faults, skew_s
         self.is_dead = self.is_lost = self.is_over = False
         self.calls = self.left = 0
+        self.listed: list[str] = []
         self.go = threading.Semaphore(0)
         self._turns, self._act = turns, act
         threading.Thread(target=self._run, daemon=True).start()
@@ -97,7 +104,7 @@ class Turns:
         return getattr(self.here, "client", None)
 
     def run(self, clients: list[Client], between: Callable[[int], bool] = lambda _: True) -> None:
-        """Run all to their ends, or until `between`, asked before each turn, says that all crash."""
+        """Run all to their ends; or until `between`, asked before each turn, says no: all crash."""
         turn = 0
         while alive := [each for each in clients if not each.is_over]:
             turn += 1
@@ -121,16 +128,25 @@ class Turns:
 class Disk:
     """The system calls of clients, below `folder`.
 
-    `lies`: an fsync of a file's content does nothing.
+    `lies`: an fsync of a file's content does nothing. `may_be_old` says of a listing that a client
+    had before, and of what is there now, whether it may have the former again, as NFS keeps it.
     """
 
-    def __init__(self, turns: Turns, folder: Path, *, lies: bool = False) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        folder: Path,
+        *,
+        lies: bool = False,
+        may_be_old: Callable[[list[str], list[str]], bool] = lambda *_: False,
+    ) -> None:
         self._turns, self._folder, self._lies = turns, folder, lies
+        self._may_be_old = may_be_old
         self._real = {name: getattr(os, name) for name in CALLS}
         self._names: list[tuple[str, bytes | None]] = []
         """Not yet on the disk: names that were made (None), or removed, and what they held."""
-        self._dirty: set[int] = set()
-        """Inodes whose content is not yet on the disk."""
+        self._dirty: dict[int, None] = {}
+        """Inodes whose content is not yet on the disk, in the order of their writes."""
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
@@ -148,10 +164,13 @@ class Disk:
             raise OSError(errno.EIO, "drawn")
         if name == "write" and kind in {"torn", "short"}:
             written = real(args[0], args[1][: len(args[1]) // 2])
-            self._dirty.add(os.fstat(args[0]).st_ino)
+            self._dirty[os.fstat(args[0]).st_ino] = None
             return client.crash() if kind == "torn" else written
         held = self._held(args[0]) if name == "unlink" else None
         result = real(*args, **kwargs)
+        if name == "listdir":
+            old = self._may_be_old(client.listed, result) and self._turns.rng.random() < 0.5
+            result = client.listed = client.listed if old else result
         self._note(name, args, held, client)
         if kind in {"lost", "exists"} and name in {"link", "rename", "unlink", "fsync"}:
             code = errno.EEXIST if kind == "exists" and name == "link" else errno.EIO
@@ -173,15 +192,15 @@ class Disk:
         elif name == "unlink":
             self._names.append((str(args[0]), held))
         elif name == "write":
-            self._dirty.add(os.fstat(args[0]).st_ino)
+            self._dirty[os.fstat(args[0]).st_ino] = None
             at = time.time() + client.skew_s
             os.utime(args[0], (at, at))
         elif name == "fsync":
-            where = os.path.realpath(f"/proc/self/fd/{args[0]}")
-            if os.path.isdir(where):
-                self._names = [each for each in self._names if os.path.dirname(each[0]) != where]
+            where = Path(f"/proc/self/fd/{args[0]}").resolve()
+            if where.is_dir():
+                self._names = [each for each in self._names if Path(each[0]).parent != where]
             elif not self._lies:
-                self._dirty.discard(os.fstat(args[0]).st_ino)
+                self._dirty.pop(os.fstat(args[0]).st_ino, None)
 
     def lose_power(self) -> None:
         """Undo any of what is not yet on the disk."""
@@ -193,8 +212,74 @@ class Disk:
                 Path(name).unlink(missing_ok=True)
             elif not Path(name).exists():
                 Path(name).write_bytes(held)
-        for path in self._folder.rglob("*"):
-            if path.is_file() and path.stat().st_ino in self._dirty:
-                os.truncate(path, rng.randint(0, path.stat().st_size))
+        paths = {path.stat().st_ino: path for path in self._folder.rglob("*") if path.is_file()}
+        for path in (paths[inode] for inode in self._dirty if inode in paths):
+            os.truncate(path, rng.randint(0, path.stat().st_size))
         self._names.clear()
         self._dirty.clear()
+
+
+class FailingApi:
+    """An API server with ConfigMaps, as clients see it that lose its answers.
+
+    A request whose answer is lost may be carried out later. What is read is the newest, but for
+    requests that say that any will do.
+    """
+
+    FAULTS = (
+        "crash",
+        "crash after",
+        "unsent",
+        "before",
+        "after",
+        "late",
+        "429",
+        "500",
+        "504 after",
+    )
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._store = turns, ConfigMaps()
+        self._late: list[tuple[str, str, Any]] = []
+        self._olds: list[dict[str, Any]] = []
+        self._numbers = map(str, itertools.count())
+
+    def board(self, name: str) -> KubernetesBoard:
+        number, sleep = self._numbers.__next__, self._turns.sleep
+        return KubernetesBoard(self, "train", name, number=number, sleep=sleep)
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiReply:
+        client = self._turns.client
+        assert client is not None
+        client.pause()
+        kind = client.fault()
+        if kind == "unsent":
+            raise NotSentError
+        if kind in {"429", "500"}:
+            return ApiReply(int(kind), {}, 1.0)
+        if kind in {"before", "late"}:
+            if kind == "late" and method != "GET":
+                self._late.append((method, path, _copy(body)))
+            raise TimeoutError
+        path, _, query = path.partition("?")
+        status, found = self._store.carry_out(method, path, _copy(body))
+        if status < 300:
+            self._olds.append(found)
+        if "resourceVersion=0" in query and self._olds:
+            found = self._turns.rng.choice(self._olds)
+        reply = ApiReply(status, _copy(found))
+        if kind == "crash after":
+            client.crash()
+        client.pause()
+        if kind == "after":
+            raise TimeoutError
+        return ApiReply(504, {}) if kind == "504 after" else reply
+
+    def carry_out_late(self, _: int) -> bool:
+        if self._late and self._turns.rng.random() < 0.3:
+            self._store.carry_out(*self._late.pop(self._turns.rng.randrange(len(self._late))))
+        return True
+
+
+def _copy(value: Any) -> Any:
+    return json.loads(json.dumps(value))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.board.state import Token, after_damage
-from elastic_trainer.storage.files import read_regular, write_new
+from elastic_trainer.storage.files import fsync, read_regular, write_new
 
 KEEP_VERSIONS = 64
 """Newest versions kept, for readers with an old listing."""
@@ -185,7 +185,7 @@ class FileBoard:
             write_new(temp, b" ".join((_MAGIC, digest)) + b"\n" + state, durable=True)
             if not self._link_once(temp, version):
                 return False
-            _fsync_dir(self._dir)
+            fsync(self._dir)
             if self._was_trimmed(version):
                 with contextlib.suppress(FileNotFoundError):
                     self._path(version).unlink()
@@ -266,11 +266,3 @@ class FileBoard:
         header, _, state = raw.partition(b"\n")
         expected = b" ".join((_MAGIC, hashlib.sha256(state).hexdigest().encode()))
         return state if header == expected else _DAMAGED
-
-
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

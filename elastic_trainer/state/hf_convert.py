@@ -54,7 +54,8 @@ from elastic_trainer.state.manifest import METADATA_NAME, Manifest, with_commit
 from elastic_trainer.state.reader import CheckpointReader
 from elastic_trainer.state.save import Writer
 from elastic_trainer.state.state import MODEL, RNG, STEP, TRAINER
-from elastic_trainer.state.storage import CheckpointStorage, fsync
+from elastic_trainer.state.storage import CheckpointStorage
+from elastic_trainer.storage.files import fsync
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_CHUNK_BYTES = 512 << 20

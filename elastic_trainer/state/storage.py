@@ -21,7 +21,13 @@ from elastic_trainer.state.manifest import (
     directory_name,
     superseded,
 )
-from elastic_trainer.storage.files import look_afresh, open_regular, read_regular, write_new
+from elastic_trainer.storage.files import (
+    fsync,
+    look_afresh,
+    open_regular,
+    read_regular,
+    write_new,
+)
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""
@@ -186,12 +192,3 @@ def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileE
             size_bytes += num_read
             on_read(num_read)
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

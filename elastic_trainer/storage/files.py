@@ -56,6 +56,15 @@ def write_new(
         os.close(fd)
 
 
+def fsync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
     """Name a temporary file in the directory of `path`; remove it at the end."""
@@ -110,6 +119,7 @@ def publish(
             if error.errno not in _NO_LINKS:
                 raise
             return _claimed(path, temp, claim_s)
+        fsync(path.parent)  # the name is on the disk as well
     return True
 
 
