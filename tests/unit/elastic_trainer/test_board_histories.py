@@ -24,7 +24,7 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
 from elastic_trainer.storage.files import write_new
 
-RNG = st.integers(0, 2**32).map(Random)
+SEEDS = st.integers(0, 2**32)
 ACTS = ("get", "swap", "swap", "swap", "stale")
 HOUR_S = 3600.0
 HISTORIES = 1000 if settings().max_examples > 25 else 25
@@ -115,7 +115,7 @@ class PlayedFiles(Played):
     def rot(self, turn):
         """Damage the newest version, which its readers may know; return whether power is left."""
         newest = self.newest()
-        if self.rots and self.rng.random() < 0.02 and newest and self.whole()[0] == newest:
+        if self.rots and self.rng.random() < 0.1 and newest and self.whole()[0] == newest:
             path, raw = self.version(newest), self.version(newest).read_bytes()
             path.write_bytes(raw[: self.rng.randint(0, len(raw) - 1)])
             if (found := self.whole()) is None:
@@ -163,7 +163,7 @@ class PlayedFiles(Played):
             return is_linearizable(settled(self.history), numbered, state)
 
     def after(self, before):
-        """Return what is on the disk after the loss; False: it is none of what may be."""
+        """Return what is on the disk after the loss; False: no order of the calls leads there."""
         newest = self.newest()
         whole, content = self.whole()
         if newest != whole:
@@ -202,9 +202,9 @@ def folders(tmp_path):
 
 
 @settings(max_examples=HISTORIES)
-@given(RNG, st.booleans(), st.booleans())
-def test_a_board_of_files_is_a_register(folders, rng, lies, rots):
-    played = PlayedFiles(rng, folders(), lies=lies, rots=rots)
+@given(SEEDS, st.booleans(), st.booleans())
+def test_a_board_of_files_is_a_register(folders, seed, lies, rots):
+    played = PlayedFiles(Random(seed), folders(), lies=lies, rots=rots)
     assert played.run(), str(played.history)
 
 
@@ -227,9 +227,9 @@ class PlayedRequests(Played):
 
 
 @settings(max_examples=HISTORIES)
-@given(RNG)
-def test_a_board_that_is_a_config_map_is_a_register(rng):
-    played = PlayedRequests(rng)
+@given(SEEDS)
+def test_a_board_that_is_a_config_map_is_a_register(seed):
+    played = PlayedRequests(Random(seed))
     assert played.run(), str(played.history)
 
 
@@ -267,13 +267,11 @@ FILE_BUGS = {
 @pytest.mark.parametrize("bug", FILE_BUGS, ids=lambda bug: FILE_BUGS[bug][1])
 def test_a_bug_in_files_is_found(folders, bug):
     with mock.patch.object(*FILE_BUGS[bug], bug):
-        assert any(
-            not PlayedFiles(Random(n), folders(), rots=n % 3 == 0).run() for n in range(2000)
-        )
+        assert any(not PlayedFiles(Random(n), folders(), rots=n % 3 == 0).run() for n in range(500))
 
 
 def test_a_rename_in_place_of_a_link_is_found(folders):
-    played = (PlayedFiles(Random(n), folders(), link="rename") for n in range(2000))
+    played = (PlayedFiles(Random(n), folders(), link="rename") for n in range(500))
     assert any(not each.run() for each in played)
 
 
@@ -305,4 +303,4 @@ REQUEST_BUGS = {
 @pytest.mark.parametrize("bug", REQUEST_BUGS, ids=lambda bug: REQUEST_BUGS[bug][1])
 def test_a_bug_in_requests_is_found(bug):
     with mock.patch.object(*REQUEST_BUGS[bug], bug):
-        assert any(not PlayedRequests(Random(n)).run() for n in range(2000))
+        assert any(not PlayedRequests(Random(n)).run() for n in range(500))

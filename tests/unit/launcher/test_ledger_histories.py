@@ -189,14 +189,14 @@ def test_what_is_not_fsynced_is_found(folders, name):
         "fsync": lambda _: None,
     }
     with mock.patch.object(files, name, hasty[name]):
-        assert any(not Played(Random(n), folders()).run() for n in range(2000))
+        assert any(not Played(Random(n), folders()).run() for n in range(500))
 
 
 def test_a_rename_in_place_of_a_link_is_found(folders):
     with mock.patch.object(Played, "link", "rename"):
-        assert any(not Played(Random(n), folders()).run() for n in range(2000))
+        assert any(not Played(Random(n), folders()).run() for n in range(500))
 
 
 def test_a_swap_upon_another_token_is_found():
     with mock.patch.object(KubernetesBoard, "set_state", forgets_the_token):
-        assert any(not Played(Random(n)).run() for n in range(2000))
+        assert any(not Played(Random(n)).run() for n in range(500))
