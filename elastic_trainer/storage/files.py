@@ -111,16 +111,17 @@ def publish(
         return False
     with beside(path) as temp:
         write_new(temp, content, durable=True, mode=mode)
+        made = True
         try:
             link(temp, path)
         except FileExistsError:
-            return False
+            made = False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             return _claimed(path, temp, claim_s)
-        fsync(path.parent)  # the name is on the disk as well
-    return True
+        fsync(path.parent)  # the name is on the disk as well, whoever made it
+    return made
 
 
 def _claimed(path: Path, temp: Path, claim_s: float) -> bool:
