@@ -169,6 +169,19 @@ def test_newest_versions_are_kept_and_old_orphans_removed(tmp_path):
     assert not old.exists()
 
 
+def test_a_writer_whose_clock_is_hours_behind_keeps_its_file(tmp_path):
+    """On Lustre files have the times of their clients."""
+    other = FileBoard(tmp_path)
+
+    def link(source: str, target: str) -> None:
+        past = time.time() - 3 * 3600
+        os.utime(source, (past, past))
+        other.set_state(b"theirs")
+        os.link(source, target)
+
+    assert FileBoard(tmp_path, link=link).set_state(b"mine") == (b"theirs", 1, False)
+
+
 def test_old_listing_is_looked_past(tmp_path, monkeypatch):
     board = FileBoard(tmp_path)
     advance(board, 5)
