@@ -79,11 +79,12 @@ def test_a_node_that_was_cut_off_and_frozen_commits_nothing_when_it_goes_on(slur
         return next((e["epoch"] for e in formed if e["epoch"] in done), None)
 
     epoch = run.until("the others go on", epoch_of_the_others)
+    [*_, [pid]] = [e["pids"] for e in run.events("workers.started") if e["node"] == lone]
     woken = time.time()
     signal_ours(slurm, lone, "CONT")  # it still has the storage, and its workers a step to end
     run.until(
-        "its workers have ended",
-        lambda: any(e["node"] == lone for e in run.events("worker.exit")),
+        "its worker has ended",
+        lambda: slurm.on(lone, "test", "-d", f"/proc/{pid}", check=False).returncode,
     )
     assert runs_ours(slurm, lone), "the agent itself goes on, and seeks its peers"
     seen = run.step()
