@@ -228,7 +228,7 @@ class Reporter:
         """
         if failure is not None and shown is not None:
             self._say_failure(exited, failure, shown=shown)
-        late = failure is None and exited.signal is not None
+        late = failure is None and exited.signal == signal.SIGKILL
         if late or (failure is not None and failure.kind is not Kind.COLLATERAL):
             self._log.emit(
                 "worker.exit",
