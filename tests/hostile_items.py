@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "no rights": _unreadable,
 }
 """What is no file, or cannot be read."""
+
+
+def clear(path: Path) -> None:
+    """Remove what an item was."""
+    if not path.is_symlink() and path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def files() -> Iterator[tuple[str, Callable[[Path], None]]]:

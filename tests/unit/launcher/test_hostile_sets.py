@@ -10,6 +10,7 @@ from dataclasses import replace
 import hostile_items as hostile
 import prometheus_client
 import pytest
+from hostile_items import clear
 from synthetic_record import Stream, config_of
 
 from elastic_trainer.board.file_board import FileBoard
@@ -33,14 +34,6 @@ from launcher.runs.runs import current_job, find_runs, find_users_runs, submit_t
 from launcher.runs.watching.run_status import run_statuses
 
 T = 1.79e9
-
-
-def clear(path):
-    """Remove what a hostile item was."""
-    if not path.is_symlink() and path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def event(name="epoch.formed", **fields):
