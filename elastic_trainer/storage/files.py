@@ -178,13 +178,13 @@ MAX_JSON_BYTES: Final = 256 << 20
 """No JSON file of a run or a model is longer: job.json has 200 KB, a manifest 150 bytes a file."""
 
 
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a plain file, or a link to one.
+def open_regular(path: Path, *, flags: int = 0) -> io.BufferedReader:
+    """Open a plain file, or a link to one; with `flags` of os.open.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "rb")
@@ -194,13 +194,13 @@ def open_regular(path: Path) -> io.BufferedReader:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a plain file.
+def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES, *, flags: int = 0) -> bytes:
+    """Return the content of a plain file, opened with `flags` of os.open.
 
     Raises:
         OSError: as `open_regular`; or it is longer than `max_bytes`.
     """
-    with open_regular(path) as file:
+    with open_regular(path, flags=flags) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
         return file.read()
