@@ -178,7 +178,7 @@ class Header:
         return raw + _CRC.pack(zlib.crc32(raw))
 
     @property
-    def _is_possible(self) -> bool:
+    def is_possible(self) -> bool:
         """Whether a restore can count with its numbers, which nothing has authenticated yet."""
         return (
             0 <= self.step < MOST_STEPS
@@ -207,7 +207,7 @@ class Header:
         if state != _WHOLE:
             raise TornImageError("its writer did not finish")
         header = cls(mac=sealed.hex(), **dict(zip(_NUMBERS, values, strict=True)))
-        if not header._is_possible:
+        if not header.is_possible:
             raise TornImageError("its header has numbers that none can have")
         return header
 
@@ -219,7 +219,7 @@ class Header:
             ValueError: they are not those of a sealed image.
         """
         header = build(cls, raw)
-        if not header._is_possible:
+        if not header.is_possible:
             raise ValueError(f"a number out of range in {header!r:.200}")
         if len(bytes.fromhex(header.mac)) != MAC_BYTES:
             raise ValueError(f"Header.mac is {header.mac!r:.80}")

@@ -601,14 +601,11 @@ def test_no_image_that_is_spoilt_hides_a_snapshot(tmp_path):
     assert run.keep(100) == 100
     run.manager.close()
     images = tmp_path / "images"
-    makers = [make for _, make in hostile.files()]
-    makers += [
-        lambda path, raw=header.encode(whole=True): path.write_bytes(raw.ljust(3 * PAGE, b"\0"))
-        for header in headers()
-    ]
-    for number, make in enumerate(makers):
-        name = file_name("own", epoch=6, rank=number, slot=0)
-        make(images / name)
+    for number, (_, make) in enumerate(hostile.files()):
+        make(images / file_name("own", epoch=6, rank=number, slot=0))
+    for number, header in enumerate(headers()):
+        raw = header.encode(whole=True).ljust(3 * PAGE, b"\0")
+        (images / file_name("copy", epoch=6, rank=number, slot=0)).write_bytes(raw)
     newer = epoch_of(tmp_path, 6)
     assert newer.restore() == 100
     assert newer.manager.restored_from == "memory"

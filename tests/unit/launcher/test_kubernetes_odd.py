@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 
@@ -85,28 +84,15 @@ GOOD_PODS = [
 ]
 
 
-def paths(value, path=()):
-    """Yield the path of each value in a JSON value."""
-    inner = value.items() if isinstance(value, dict) else ()
-    inner = enumerate(value) if isinstance(value, list) else inner
-    for key, each in inner:
-        yield (*path, key)
-        yield from paths(each, (*path, key))
+LIKE_OTHERS = ("negative", "infinite", "year", "nul", "long")
 
 
 def spoilt(good):
-    """Yield (kind, object) of a good one with the value at each path replaced by each of VALUES."""
-    kinds = hostile.VALUES.keys() - {"negative", "infinite", "year", "nul", "long"}
-    for path in paths(good):
-        bad = copy.deepcopy(good)
-        place = bad
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = "@here@"
-        text = json.dumps({"items": [bad]})
-        for kind in kinds:
-            page = read_object(text.replace('"@here@"', hostile.VALUES[kind]))
-            yield f"{path}: {kind}", [] if page is None else well_typed(page)["items"]
+    """Yield (kind, list of the object as it is read) of a good object that is spoilt."""
+    for kind, text in hostile.spoilt_inside({"items": [good]}):
+        if kind.startswith("('items', 0, ") and not kind.endswith(LIKE_OTHERS):
+            page = read_object(text)
+            yield kind, [] if page is None else well_typed(page)["items"]
 
 
 def told(view):

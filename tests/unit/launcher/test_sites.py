@@ -86,8 +86,10 @@ def test_a_wrong_site(sites, capsys, text, code):
     assert code in capsys.readouterr().err
 
 
-WRONG = ["[1]", "{targt: slurm}", "{target: nowhere}", "{defaults: {slrm: {}}}", "!!x {}", "{? [a] : 1}",
-         *(text for kind, text in hostile.VALUES.items() if kind[:4] not in ("deep", "surr"))]  # fmt: skip
+WRONG = [
+    *("[1]", "{targt: slurm}", "{target: nowhere}", "{defaults: {slrm: {}}}", "!!x {}", "{? [a]}"),
+    *(text for kind, text in hostile.VALUES.items() if kind[:4] not in ("deep", "surr")),
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
