@@ -234,6 +234,9 @@ def upload(
         hidden = top != "code" and (inner or [top])[-1].startswith(".")
         if hidden or (inner and top in _THEIRS) or member.name in known:
             return None
+        if not (member.isreg() or member.isdir() or member.issym()):
+            skipped(run_dir / member.name, "neither file, folder nor link")
+            return None
         member.uid = member.gid = 0  # names of users here are nobody there
         member.uname = member.gname = ""
         return member
@@ -242,7 +245,7 @@ def upload(
     out.write(json.dumps({"fresh": fresh, "remove": remove}).encode() + b"\n")
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for path in sorted(run_dir.glob(only)):
-            if path.suffix != ".json" or not path.is_file():
+            if path.suffix != ".json" or path.is_symlink() or not path.is_file():
                 tar.add(path, path.name, filter=chosen)
             elif member := chosen(tar.gettarinfo(path, path.name)):
                 data = _moved(path.read_bytes(), str(run_dir), there)

@@ -38,6 +38,7 @@ from launcher.runs.reports.metrics import RunsCollector
 from launcher.runs.run_dir import write_attempt
 from launcher.runs.runs import current_job, find_runs, find_users_runs, submit_times
 from launcher.runs.submitting.resume import _bundle
+from launcher.runs.watching.follow_logs import LogReader, Selection
 from launcher.runs.watching.run_status import run_statuses
 
 T = 1.79e9
@@ -325,6 +326,20 @@ def test_one_bad_log_hides_no_cause(tmp_path):
                 found = diagnose([str(run)], tmp_path, None)
                 assert found.evidence[: len(good.evidence)] == good.evidence, (kind, name)
                 clear(run / "logs" / "1" / "n0" / name)
+
+
+def test_one_bad_log_hides_no_line_of_another(tmp_path):
+    log = tmp_path / "logs" / "1" / "n0" / "0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("said\n")
+    for name in ("9", "1/m", "1/m.log", "1/n0/7.log", "1/n0/agent.log"):
+        for kind, make in hostile.files():
+            if kind not in ("1 GB", "nuls") or name == "9":
+                make(tmp_path / "logs" / name)
+                reader = LogReader(tmp_path, Selection())
+                reader.look()
+                assert "said" in [line.text for line in reader.poll()], (name, kind)
+                clear(tmp_path / "logs" / name)
 
 
 # -- All runs of a folder --------------------------------------------------------------------------
