@@ -12,6 +12,7 @@ from fake_api import CREATED, Reply, server, waits
 from kubernetes_jobs import bundle_of
 
 from launcher.platforms.kubernetes.admission import KubernetesCluster, problems, request_of
+from launcher.platforms.kubernetes.api import watch_until
 from launcher.platforms.kubernetes.documents import POD, read_bundle
 from launcher.platforms.kubernetes.fields import read_object, well_typed
 from launcher.platforms.kubernetes.files import Fetched
@@ -160,6 +161,19 @@ def test_a_list_with_odd_objects_gives_the_others(backend, server, run):
             server.objects[f"{PODS}/odd-{number}"] = odd
     found, _ = backend.register_server(job).list_all(POD, "train")
     assert {one["metadata"]["name"] for one in found} == {*GOOD_NAMES, "x", "\0", "?"}
+
+
+def test_a_watch_goes_on_after_odd_objects(backend, server, run, waits):
+    api = backend.register_server(submit(backend, run))
+    lines = []
+    for value in hostile.VALUES.values():
+        if (read := read_object(f'{{"a": {value}}}')) is not None:
+            odd = ({"metadata": read["a"]}, {"metadata": {"name": read["a"]}})
+            lines += [json.dumps({"type": "ADDED", "object": each}) for each in odd]
+    good = {"type": "ADDED", "object": {"metadata": {"name": "b", "resourceVersion": "9"}}}
+    server.lines.append([*lines, json.dumps(good)])
+    assert watch_until(api, POD, "train", lambda pods: "b" in pods, for_s=30, sleep=waits.append)
+    assert waits == []
 
 
 def test_one_pod_that_cannot_be_deleted_keeps_no_other(backend, server, run):
