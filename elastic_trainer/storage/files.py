@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -220,9 +221,19 @@ def of_each(
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001  see above
-            skipped(name(item), getattr(error, "strerror", None) or str(error))
+            skipped(name(item), why_unread(error))
             continue
         yield found
+
+
+def why_unread(error: BaseException) -> str:
+    """Return why an item is not read; where a right is missing, the command that gives it."""
+    why = getattr(error, "strerror", None) or str(error)
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return why
+    path = Path(str(error.filename))
+    closed = next((each for each in reversed(path.parents) if not os.access(each, os.X_OK)), path)
+    return f"{why}; its owner runs: chmod a+rX {shlex.quote(str(closed))}"
 
 
 @functools.lru_cache(maxsize=4096)  # once a process
