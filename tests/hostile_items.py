@@ -7,8 +7,10 @@ by a file whose bytes give an I/O error, as of a failing disk.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,13 +48,21 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "folder": Path.mkdir,
     "1 GB": _sparse,
     "gone": _link("gone"),
-    "loop": _link("loop/x"),
+    "loop": lambda path: path.symlink_to(path.name),
     "name too long": _link("x" * 300),
     "I/O error": _link("/proc/self/mem"),
     "device": _link("/dev/zero"),
     "no rights": _unreadable,
 }
 """What is no file, or cannot be read."""
+
+
+def clear(path: Path) -> None:
+    """Remove what an item was."""
+    if not path.is_symlink() and path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def files() -> Iterator[tuple[str, Callable[[Path], None]]]:
@@ -68,6 +78,25 @@ def spoilt(good: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
         for kind, value in VALUES.items():
             marked = json.dumps({**good, key: "@here@"})
             yield f"{key}: {kind}", marked.replace('"@here@"', value).encode()
+
+
+def spoilt_inside(good: Any) -> Iterator[tuple[str, str]]:
+    """Yield (kind, JSON) of a good value with each value in it, at any depth, replaced so."""
+    for path in _paths(good):
+        place = bad = copy.deepcopy(good)
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = "@here@"
+        marked = json.dumps(bad)
+        for kind, value in VALUES.items():
+            yield f"{path}: {kind}", marked.replace('"@here@"', value)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, each in enumerate(value) if isinstance(value, list) else inner:
+        yield (*path, key)
+        yield from _paths(each, (*path, key))
 
 
 def items(good: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Path], None]]]:

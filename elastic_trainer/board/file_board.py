@@ -22,6 +22,7 @@ import enum
 import errno
 import hashlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.board.state import Token, after_damage
-from elastic_trainer.storage.files import fsync, read_regular, write_new
+from elastic_trainer.storage.files import fsync, read_regular, skipped, write_new
 
 KEEP_VERSIONS = 64
 """Newest versions kept, for readers with an old listing."""
@@ -45,6 +46,8 @@ _MAGIC = b"holdfast-board-1"
 _PREFIX = "v"
 _TEMP_PREFIX = ".tmp-"
 _DAMAGED_PREFIX = "damaged-"
+_NO_FILE: Final = {errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EFBIG}
+"""Of what stands in a version's place and is no file that anybody has written."""
 
 
 class _Absent(enum.Enum):
@@ -117,7 +120,7 @@ class FileBoard:
     def _newest(self) -> int:
         """Return the number of the newest version, whole or damaged; 0: none."""
         for _ in range(_READ_ATTEMPTS):
-            version = max(self._versions(), default=0)
+            version = max(self._listed(), default=0)
             if version > 0 and self._read(version) is _GONE:
                 continue  # trimmed since it was listed: list again
             # A listing may be old (NFS caches it): look further. Absent names are cached too, but
@@ -226,19 +229,29 @@ class FileBoard:
         after its base.
         """
         base_gone = version > 1 and self._read(version - 1) is _GONE  # opens: never from a cache
-        return base_gone or max(self._versions(), default=0) >= version + KEEP_VERSIONS
+        return base_gone or max(self._listed(), default=0) >= version + KEEP_VERSIONS
 
     def _trim(self, newest: int, temp: Path) -> None:
         """Remove old versions, oldest first (`_was_trimmed` relies on it), and orphaned temps."""
         with contextlib.suppress(OSError):  # housekeeping; the next swap tries again
-            for version in sorted(self._versions()):
-                if version > newest - KEEP_VERSIONS:
-                    break
-                self._path(version).unlink(missing_ok=True)
             now = temp.stat().st_mtime
-            for orphan in self._dir.glob(f"{_TEMP_PREFIX}*"):
-                if now - orphan.stat().st_mtime > _STALE_TEMP_S:
-                    orphan.unlink(missing_ok=True)
+            old = [each for each in self._listed() if each <= newest - KEEP_VERSIONS]
+            for path in (*map(self._path, old), *self._dir.glob(f"{_TEMP_PREFIX}*")):
+                with contextlib.suppress(OSError):
+                    if path.name.startswith(_PREFIX) or now - path.stat().st_mtime > _STALE_TEMP_S:
+                        path.unlink()
+
+    def _listed(self) -> list[int]:
+        """Return the numbers of the versions that are listed, oldest first.
+
+        Nobody has swapped upon nothing: a damaged one without the one before it is somebody else's.
+        """
+        found = sorted(self._versions())
+        while len(found) > 1 and found[-1] - found[-2] > 1:
+            if self._read(found[-1]) is not _DAMAGED or self._read(found[-1] - 1) is not _GONE:
+                break
+            skipped(self._path(found.pop()), "no version of the board")
+        return found
 
     def _versions(self) -> list[int]:
         try:
@@ -248,7 +261,8 @@ class FileBoard:
             if left.stat().st_dev != self._device:
                 raise  # it is not mounted
             return []
-        return [int(n[1:]) for n in names if n.startswith(_PREFIX) and n[1:].isdigit()]
+        found = [int(name[1:]) for name in names if re.fullmatch(f"{_PREFIX}[0-9]+", name)]
+        return [each for each in found if self._path(each).name in names]
 
     def _path(self, version: int) -> Path:
         return self._dir / f"{_PREFIX}{version:012d}"
@@ -256,12 +270,14 @@ class FileBoard:
     def _read(self, version: int) -> bytes | _Absent:
         """Return the content of `version`, or why there is none."""
         try:
-            raw = read_regular(self._path(version))
+            raw = read_regular(self._path(version), flags=os.O_NOFOLLOW)
         except FileNotFoundError:
             return _GONE
         except OSError as error:
             if error.errno == errno.ESTALE:  # trimmed while it was read, as NFS says it
                 return _GONE
+            if error.errno in _NO_FILE:
+                return _DAMAGED
             raise
         header, _, state = raw.partition(b"\n")
         expected = b" ".join((_MAGIC, hashlib.sha256(state).hexdigest().encode()))

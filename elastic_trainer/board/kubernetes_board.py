@@ -36,6 +36,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from elastic_trainer.board.state import Token
+from elastic_trainer.storage.typed import parse_json
 
 KEY: Final = "state"
 """In the ConfigMap's data."""
@@ -240,7 +241,7 @@ def _answer_of(response: http.client.HTTPResponse) -> ApiReply:
         raise http.client.HTTPException(f"an answer of over {MAX_ANSWER_BYTES} bytes")
     wait = response.getheader("Retry-After", "")
     try:
-        body = json.loads(raw)
+        body = parse_json(raw)
     except ValueError:
         body = {}
     return ApiReply(
@@ -378,7 +379,7 @@ class KubernetesBoard:
     ) -> tuple[bytes, Token, bool] | None:
         """Return the newest content after a refused swap, and whether it is ours."""
         newest = self._read()
-        if newest is not None and (newest.metadata.get("annotations") or {}).get(SWAP) == number:
+        if newest is not None and newest.metadata["annotations"].get(SWAP) == number:
             return state, newest.token, True
         if unsure is not None:
             raise OSError(
@@ -436,6 +437,7 @@ def _parse(body: dict[str, Any]) -> _ConfigMap:
         raw = (body.get("binaryData") or {}).get(KEY)
         if not (token and isinstance(token, str)):
             raise TypeError(f"resourceVersion {token!r}")  # noqa: TRY301  one message for all
+        metadata["annotations"] = dict(metadata.get("annotations") or {})
         state = text.encode() if isinstance(text, str) else None
         if raw is not None:
             state = base64.b64decode(raw, validate=True)

@@ -197,10 +197,12 @@ class Event:
         """Read one line; None for one that no writer of ours has made or finished."""
         try:
             raw = parse_json(line)
+            if not isinstance(raw, dict):
+                return None
             raw.pop("v", None)
             known = {key: raw.pop(key, None) for key in _KNOWN}
             return build(cls, {**known, "fields": raw})
-        except (ValueError, AttributeError):
+        except ValueError:
             return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
+from elastic_trainer.storage.files import of_each, open_regular
 
 WRITER: Final = "script-"
 """A node's name follows: `events/script-<node>.jsonl`."""
@@ -122,23 +123,15 @@ def restart(before: Shown | None, now: Shown) -> Restart | None:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Return the newest step that a run's script has shown, in any attempt; None: none.
-
-    Raises:
-        OSError: the record cannot be read.
-    """
+    """Return the newest step that a run's script has shown, in any attempt; None: none."""
     shown = newest_shown(run_dir)
     return shown.step if shown is not None else None
 
 
 def newest_shown(run_dir: Path) -> Shown | None:
-    """Return what a run's script has shown last, in any attempt; None: nothing.
-
-    Raises:
-        OSError: the record cannot be read.
-    """
+    """Return what a run's script has shown last, in any attempt; None: nothing."""
     files = (run_dir / "events").glob(f"{WRITER}*.jsonl")
-    events = (Event.decode(line) for path in files for line in _tail(path))
+    events = (Event.decode(line) for lines in of_each(files, _tail) for line in lines)
     shown = [
         event
         for event in events
@@ -151,6 +144,6 @@ def newest_shown(run_dir: Path) -> Shown | None:
 
 def _tail(path: Path) -> list[str]:
     """Return the last lines of a file; the outer two may be torn."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace").splitlines()

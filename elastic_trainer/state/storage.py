@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from elastic_trainer.state.manifest import (
 from elastic_trainer.storage.files import (
     fsync,
     look_afresh,
+    of_each,
     open_regular,
     read_regular,
     write_new,
@@ -158,15 +160,23 @@ class CheckpointStorage:
         look_afresh(self.root)
         look_afresh(self.root / name)
 
-    def remove(self, name: str) -> None:
-        """Remove one directory, if it exists."""
+    def remove(self, name: str) -> str:
+        """Remove one directory, if it exists; return its name.
+
+        Raises:
+            OSError: it cannot be removed; or is none, of which rmtree would open even a pipe.
+        """
+        path = self.root / name
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.root / name)
+            if not stat.S_ISDIR(path.lstat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            shutil.rmtree(path)
+        return name
 
     def retire(
         self, commits: Iterable[Commit], *, epoch: int, keep_every_steps: int | None
     ) -> list[str]:
-        """Remove directories that no commit names; return their names.
+        """Remove directories that no commit names; return the names of those that went.
 
         Only after the swap of the board that put `commits` there. Complete milestones (multiples of
         `keep_every_steps`) stay.
@@ -178,9 +188,7 @@ class CheckpointStorage:
             keep_every_steps=keep_every_steps,
         )
         remove += [m for m in milestones if not (self.root / m / MANIFEST_NAME).exists()]
-        for name in remove:
-            self.remove(name)
-        return remove
+        return list(of_each(remove, self.remove))
 
 
 def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileEntry:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -178,13 +179,13 @@ MAX_JSON_BYTES: Final = 256 << 20
 """No JSON file of a run or a model is longer: job.json has 200 KB, a manifest 150 bytes a file."""
 
 
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a plain file, or a link to one.
+def open_regular(path: Path, *, flags: int = 0) -> io.BufferedReader:
+    """Open a plain file, or a link to one; with `flags` of os.open.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "rb")
@@ -194,13 +195,13 @@ def open_regular(path: Path) -> io.BufferedReader:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a plain file.
+def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES, *, flags: int = 0) -> bytes:
+    """Return the content of a plain file, opened with `flags` of os.open.
 
     Raises:
         OSError: as `open_regular`; or it is longer than `max_bytes`.
     """
-    with open_regular(path) as file:
+    with open_regular(path, flags=flags) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
         return file.read()
@@ -220,9 +221,19 @@ def of_each(
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001  see above
-            skipped(name(item), getattr(error, "strerror", None) or str(error))
+            skipped(name(item), why_unread(error))
             continue
         yield found
+
+
+def why_unread(error: BaseException) -> str:
+    """Return why an item is not read; where a right is missing, the command that gives it."""
+    why = getattr(error, "strerror", None) or str(error)
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return why
+    path = Path(str(error.filename))
+    closed = next((each for each in reversed(path.parents) if not os.access(each, os.X_OK)), path)
+    return f"{why}; its owner runs: chmod a+rX {shlex.quote(str(closed))}"
 
 
 @functools.lru_cache(maxsize=4096)  # once a process

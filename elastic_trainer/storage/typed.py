@@ -36,7 +36,7 @@ def parse_json(text: str | bytes) -> Any:
             too deeply.
     """
     if isinstance(text, bytes):  # json.loads would let surrogates pass
-        text = text.decode("utf-8-sig")
+        text = text.decode().removeprefix("\ufeff")
     try:
         value = _DECODER.decode(text)
     except RecursionError:

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from elastic_trainer.plan.quantities import counted
-from elastic_trainer.storage.files import read_json
+from elastic_trainer.storage.files import of_each, read_json
+from elastic_trainer.storage.typed import unix_time
 from launcher.cli.common import json_option, print_json, run_argument
 from launcher.platforms.base import Backend
 from launcher.platforms.targets import target_named
@@ -96,17 +97,18 @@ def _code(run_dir: Path) -> dict[str, Any]:
 
 
 def _attempts(run_dir: Path) -> list[str]:
-    found = []
-    for folder in (run_dir / "attempts").glob("*"):
+    def attempt(folder: Path) -> tuple[float, str] | None:
         begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
-        t_unix = begin.get("t_unix")
-        if not isinstance(t_unix, int | float):
-            continue
-        line = f"{folder.name}: began {_local(t_unix)} at step {max(0, int(begin.get('step', 0)))}"
+        if not begin:
+            return None
+        t_unix, step = unix_time(begin["t_unix"]), begin.get("step", 0)
+        line = f"{folder.name}: began {_local(t_unix)} at step {max(0, int(step))}"
         if "code" in end:
             line += f", ended with {end['code']}: {end.get('reason') or 'no reason given'}"
-        found.append((t_unix, line))
-    return [line for _, line in sorted(found)]
+        return t_unix, line
+
+    found = of_each((run_dir / "attempts").glob("*"), attempt)
+    return [line for _, line in sorted(filter(None, found))]
 
 
 def _operators(run_dir: Path) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.record.signatures import signature_of
-from elastic_trainer.storage.files import open_regular
+from elastic_trainer.storage.files import of_each, open_regular
 from launcher.doctor.judge import AgentsRecord, Diagnosis, Recorded, judge
 from launcher.doctor.scan import Match, Scanned, TimedOut, scan
 from launcher.platforms.base import JobState
@@ -154,11 +154,16 @@ def _files_of(root: Path) -> Iterator[Path]:
         yield root
         return
     if not _is_run(root):
-        yield from sorted(path for path in root.rglob("*") if path.is_file())
+        yield from _plain(root.rglob("*"))
         return
     yield from sorted(path for path in root.glob("*") if path.suffix in (".out", ".err", ".log"))
     newest = newest_logs(root) or root / "logs"
-    yield from sorted(path for path in newest.rglob("*") if path.is_file())
+    yield from _plain(newest.rglob("*"))
+
+
+def _plain(paths: Iterable[Path]) -> list[Path]:
+    found = of_each(paths, lambda path: path if path.is_file() else None)
+    return sorted(filter(None, found))
 
 
 def _read(path: Path, root: Path, number: int) -> Scanned:
@@ -192,7 +197,7 @@ def _error_file(content: bytes) -> bytes:
         at = datetime.fromtimestamp(float(extra.get("timestamp") or 0), tz=UTC)
         text = f"{at:%Y-%m-%dT%H:%M:%S} {message.get('message')}\n{extra.get('py_callstack') or ''}"
         return text.encode()
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return b""
 
 
@@ -226,7 +231,7 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
             )
             for group, entry in waiting.items()
         ]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a flight recorder's dump: {error}") from error
 
 

@@ -438,7 +438,7 @@ def _of_json(line: str) -> str:
     """Return level and message of a line of JSON, as log collectors write it; else the line."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     message = next((entry[key] for key in _MESSAGES if isinstance(entry.get(key), str)), None)
     if message is None:

@@ -514,9 +514,7 @@ class _Register(_Place):
             UserError: HF690 it has something else: to write over it would lose what it says.
         """
         try:
-            listed = [] if current is None else json.loads(current[0])["entries"]
-            if not isinstance(listed, list):
-                raise TypeError("entries is no list")  # noqa: TRY301  one message for all
+            listed = [] if current is None else _listed(current[0])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             said = f"the fleet's ledger {self._what} is damaged, or another version's: {error}"
             raise UserError("HF690", f"{said}; an operator empties or replaces it") from error
@@ -533,7 +531,31 @@ class _Register(_Place):
         return f"have an administrator grant the Role {role} of manifests/base"
 
 
+_HEAD, _FOOT = '{"v": 1, "entries": [', "]}"
+
+
 def _encoded(entries: Iterable[Entry]) -> bytes:
-    """Return the register's content: JSON, for people a line for each entry."""
+    """Return the register's content: JSON, a line for each entry."""
     lines = ",\n".join(each.encode() for each in entries)
-    return f'{{"v": 1, "entries": [\n{lines}\n]}}\n'.encode()
+    return f"{_HEAD}\n{lines}\n{_FOOT}\n".encode()
+
+
+def _listed(content: bytes) -> list[Any]:
+    """Return what the register lists; a line that is not JSON is an entry of its own, a text.
+
+    Raises:
+        ValueError, KeyError, TypeError, RecursionError: it is something else.
+    """
+    head, *lines = content.decode(errors="replace").split("\n")
+    if head != _HEAD or lines[-2:] != [_FOOT, ""]:
+        listed = json.loads(content)["entries"]
+        if not isinstance(listed, list):
+            raise TypeError("entries is no list")
+        return listed
+    found: list[Any] = []
+    for line in filter(None, lines[:-2]):
+        try:
+            found.append(parse_json(line.removesuffix(",")))
+        except ValueError as error:
+            found.append(str(error))
+    return found

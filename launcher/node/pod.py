@@ -26,7 +26,7 @@ from elastic_trainer.record.failures import (
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
-from elastic_trainer.storage.files import publish, read_json, write_atomic
+from elastic_trainer.storage.files import publish, read_json, read_regular, write_atomic
 from launcher.node.agent import STOPS, TAKEN, AgentProcess, Wait, agent_command, taken_signals
 from launcher.node.attempt import Attempt, await_board, board_of, live_lease, say
 from launcher.node.batch import decide, note_begin, note_end, read_config
@@ -311,14 +311,14 @@ def failures(path: Path, *, lived: bool) -> int:
 def counted(path: Path) -> int:
     """Return the count of `failures`; 0: unreadable."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return max(int(path.read_text(encoding="ascii").split()[0]), 0)
+        return max(int(read_regular(path).decode("ascii").split()[0]), 0)
     return 0
 
 
 def _is_begun(path: Path) -> bool:
     """Return whether the start before this one was counted and has never told how it ended."""
     with contextlib.suppress(OSError, ValueError):
-        return path.read_text(encoding="ascii").rstrip().endswith(_BEGUN)
+        return read_regular(path).decode("ascii").rstrip().endswith(_BEGUN)
     return False
 
 

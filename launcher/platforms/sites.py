@@ -27,7 +27,7 @@ from pydantic import Field, ValidationError
 from elastic_trainer.storage.files import open_regular
 from launcher.platforms.targets import target_named
 from launcher.spec.errors import UserError, Where
-from launcher.spec.source import MAX_BYTES, read_source
+from launcher.spec.source import MAX_BYTES, SpecSource, read_source
 from launcher.spec.spec import JobSpec, keys_of
 from launcher.spec.values import SpecSection
 
@@ -73,7 +73,7 @@ def files(env: Mapping[str, str]) -> Sequence[Path]:
 
 
 def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
-    """Return the site called `name`.
+    """Return the site called `name`; what is wrong with others keeps none from it.
 
     Raises:
         UserError: HF208 it is unknown; HF209 a file of sites is wrong; HF002 to HF008 it is not
@@ -81,16 +81,16 @@ def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
     """
     known: list[str] = []
     for path in files(env):
-        sites = _read(path)
-        if name in sites:
-            return sites[name]
-        known += sites
+        source = _read(path)
+        if name in source.data:
+            return _site(source, name)
+        known += source.data
     listed = f"; known are {', '.join(known)}" if known else ""
     places = " or ".join(map(str, files(env)))
     raise UserError("HF208", f"{name} is not a site of {places}{listed}")
 
 
-def _read(path: Path) -> dict[str, Site]:
+def _read(path: Path) -> SpecSource:
     try:
         with open_regular(path) as file:
             # As ssh refuses its own: a site names commands, and hosts that are trusted.
@@ -99,28 +99,35 @@ def _read(path: Path) -> dict[str, Site]:
                 raise UserError("HF209", message, where=Where(str(path)))
             text = file.read(4 * MAX_BYTES).decode()
     except FileNotFoundError:
-        return {}
+        text = ""
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError("HF209", f"cannot be read: {reason}", where=Where(str(path))) from error
-    source = read_source(text, str(path))
-    if source.problems:
-        raise UserError.many(source.problems)
-    found = {}
-    for name, raw in source.data.items():
-        where = source.where((name,))
-        try:
-            site = found[name] = Site.model_validate(raw)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = ".".join(map(str, first["loc"]))
-            raise UserError("HF209", f"{key}: {first['msg']}", where=where) from error
-        if site.target is not None:
-            target_named(site.target)
-        if unknown := [key for key in site.defaults if key not in keys_of(JobSpec)]:
-            message = f"defaults: {unknown[0]} is not a section of a job file"
-            raise UserError("HF209", message, where=where)
-    return found
+    try:
+        return read_source(text, str(path))
+    except UserError as error:
+        if error.code != "HF004":
+            raise
+        return SpecSource(str(path), {})  # nothing but comments
+
+
+def _site(source: SpecSource, name: str) -> Site:
+    where = source.where((name,))
+    here = [each for each in source.problems if f"{each.where.key}.".startswith(f"{name}.")]
+    if here:
+        raise UserError.many(here)
+    try:
+        site = Site.model_validate(source.data[name])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError("HF209", f"{key}: {first['msg']}", where=where) from error
+    if site.target is not None:
+        target_named(site.target)
+    if unknown := [key for key in site.defaults if key not in keys_of(JobSpec)]:
+        message = f"defaults: {unknown[0]} is not a section of a job file"
+        raise UserError("HF209", message, where=where)
+    return site
 
 
 def _missing(defaults: Mapping[str, Any], job: Mapping[str, Any], above: str) -> Iterator[str]:

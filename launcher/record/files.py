@@ -191,9 +191,12 @@ def workers_of(run_dir: Path) -> dict[int, Worker]:
         if event.epoch is None or event.node is None:
             continue
         if event.event == "workers.started":
+            first, pids = event.fields.get("first_rank"), event.fields.get("pids")
+            if type(first) is not int or type(pids) is not list or {*map(type, pids)} != {int}:
+                continue
             if event.epoch > epoch:
                 epoch, found = event.epoch, {}
-            for rank, pid in enumerate(event.fields["pids"], event.fields["first_rank"]):
+            for rank, pid in enumerate(pids, first):
                 if event.epoch == epoch:
                     found[rank] = Worker(rank=rank, node=event.node, pid=pid, epoch=epoch)
         elif event.event == "worker.exit" and event.epoch == epoch:

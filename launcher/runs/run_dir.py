@@ -194,7 +194,7 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
         write_atomic(run_dir / JOB_JSON, narrowed.to_json())
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        attempts = [int(path.name) for path in logs.iterdir() if path.name.isdigit()]
+        attempts = [int(path.name) for path in logs.iterdir() if path.name.isdecimal()]
         attempt = max(attempts, default=0) + 1
         (logs / str(attempt)).mkdir()
     return attempt

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.storage.files import of_each, read_json, read_regular, write_json
+from elastic_trainer.storage.files import of_each, read_json, read_regular, why_unread, write_json
 from elastic_trainer.storage.typed import Unix, build, parse_json, unix_time
 from launcher.fleet.node_ledger import writer
 from launcher.platforms.base import JobId, JobRef
@@ -240,7 +240,7 @@ def find_users_runs(folder: Path) -> tuple[list[StoredRun], list[str]]:
             if path.is_dir() and not (is_run(path) or is_sweep(path)):
                 found += find_runs(path)
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror or error}")
+            problems.append(f"{path} cannot be read: {why_unread(error)}")
     return found, problems
 
 

@@ -18,6 +18,7 @@ import click
 
 from elastic_trainer.agent.hangs.stacks import StackTarget, gather_stacks
 from elastic_trainer.record.events import Event
+from elastic_trainer.storage.files import of_each, read_regular
 
 DEADLINE_S = 5.0
 PIECE = 100
@@ -48,21 +49,28 @@ def find_workers(run_dir: Path, *, node: str | None) -> list[LiveWorker]:
     `node` is this node's name in the run; None: any, as on an emulated cluster.
     """
     run_id = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["run_id"]
-    newest: dict[int, LiveWorker] = {}
-    for path in (run_dir / "nodes").glob(f"{node or '*'}.jsonl*"):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            event = Event.decode(line) if '"workers.started"' in line else None
-            if event is None or event.epoch is None or event.node is None:
-                continue
-            for local_rank, pid in enumerate(event.fields["pids"]):
-                rank = event.fields["first_rank"] + local_rank
+    paths = (run_dir / "nodes").glob(f"{node or '*'}.jsonl*")
+    lines = (line for text in of_each(paths, read_regular) for line in text.splitlines())
+
+    def workers(line: bytes) -> list[LiveWorker]:
+        event = Event.decode(line.decode(errors="replace"))
+        if event is None or event.epoch is None or event.node is None:
+            return []
+        found = []
+        for local_rank, pid in enumerate(event.fields["pids"]):
+            rank = event.fields["first_rank"] + local_rank
+            if type(rank) is type(pid) is int and _is_of(pid, run_dir):
                 name = f"{event.epoch}-{local_rank}.heartbeat"
                 beats = SCRATCH.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
                 heartbeat = next(iter(beats), SCRATCH / name)
-                found = LiveWorker(rank, pid, event.epoch, event.node, heartbeat)
-                newer = rank not in newest or newest[rank].epoch < found.epoch
-                if newer and _is_of(pid, run_dir):
-                    newest[rank] = found
+                found.append(LiveWorker(rank, pid, event.epoch, event.node, heartbeat))
+        return found
+
+    newest: dict[int, LiveWorker] = {}
+    for found in of_each((line for line in lines if b'"workers.started"' in line), workers):
+        for one in found:
+            if one.rank not in newest or newest[one.rank].epoch < one.epoch:
+                newest[one.rank] = one
     return [newest[rank] for rank in sorted(newest)]
 
 

@@ -8,7 +8,6 @@ worker cannot answer, and torch's flight recorder.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ from pathlib import Path
 
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.flight_recorder import Front
+from elastic_trainer.storage.files import of_each, read_regular
+from elastic_trainer.storage.typed import build, parse_json
 from elastic_trainer.worker.worker_answers import (
     FLIGHT,
     FRONTS,
@@ -131,13 +132,22 @@ def gather_fronts(
     begin = time.monotonic()
     asked = [t for t in targets if state_of(t.pid) not in _SILENT and ask(t.heartbeat)]
     found: dict[int, dict[str, Front]] = {}
-    while len(found) < len(asked) and time.monotonic() - begin < deadline_s:
-        for target in asked:
-            if target.rank not in found and (said := _read(target.heartbeat.with_suffix(FRONTS))):
-                fronts = json.loads(said).items()
-                found[target.rank] = {group: (done, begun) for group, (done, begun) in fronts}
+
+    def said(target: StackTarget) -> tuple[int, dict[str, Front]]:
+        raw = parse_json(read_regular(target.heartbeat.with_suffix(FRONTS), MAX_BYTES))
+        return target.rank, build(_Fronts, {"groups": raw}).groups
+
+    while True:
+        silent = [target for target in asked if target.rank not in found]
+        found.update(of_each(silent, said, lambda target: f"rank {target.rank}'s word"))
+        if len(found) == len(asked) or time.monotonic() - begin >= deadline_s:
+            return found
         time.sleep(_POLL_S)
-    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fronts:
+    groups: dict[str, Front]
 
 
 def find_py_spy() -> str | None:

@@ -17,9 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from elastic_trainer.state.snapshots.image import Header, Part
-
-_STEP_BITS, _EPOCH_BITS = 39, 24
+from elastic_trainer.state.snapshots.image import MOST_EPOCHS, MOST_STEPS, Header, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,14 @@ def newest_first(holdings: Iterable[Holding]) -> list[tuple[int, int]]:
 def packed(key: tuple[int, int]) -> int:
     """Return a key (step, epoch) as one number below 2**63 of the same order."""
     step, epoch = key
-    assert 0 <= step < 1 << _STEP_BITS, step
-    assert 0 <= epoch < 1 << _EPOCH_BITS, epoch
-    return step << _EPOCH_BITS | epoch
+    assert 0 <= step < MOST_STEPS, step
+    assert 0 <= epoch < MOST_EPOCHS, epoch
+    return step * MOST_EPOCHS + epoch
 
 
 def unpacked(number: int) -> tuple[int, int]:
     """Invert `packed`."""
-    return number >> _EPOCH_BITS, number & ((1 << _EPOCH_BITS) - 1)
+    return divmod(number, MOST_EPOCHS)
 
 
 def extent(holdings: Iterable[Holding], key: tuple[int, int]) -> tuple[int, int, int]:

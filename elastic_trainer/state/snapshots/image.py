@@ -133,7 +133,7 @@ def _tag(way: bytes, key: bytes, nonce: bytes, data: memoryview) -> bytes:
 
 _MAGIC: Final = b"HFSNAP3\n"
 _HEADER: Final = struct.Struct(f"<8sI{MAC_BYTES}sQQQQQQQQ")
-_MOST, _MOST_RANKS = 10**12, 10**9
+_MOST, MOST_STEPS, MOST_EPOCHS, _MOST_RANKS = 10**12, 1 << 39, 1 << 24, 1 << 20
 """Numbers of a header are below; names of files have room for as many digits."""
 _CRC: Final = struct.Struct("<I")
 _COMMITTED: Final = b"COMMITTD"
@@ -177,6 +177,18 @@ class Header:
         raw = _HEADER.pack(_MAGIC, state, bytes.fromhex(self.mac), *numbers)
         return raw + _CRC.pack(zlib.crc32(raw))
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a restore can count with its numbers, which nothing has authenticated yet."""
+        return (
+            0 <= self.step < MOST_STEPS
+            and 0 <= self.epoch < MOST_EPOCHS
+            and 0 <= self.rank < self.num_ranks < _MOST_RANKS
+            and 0 <= self.shard < self.num_shards <= self.num_ranks
+            and 0 <= self.index_bytes < _MOST
+            and 0 <= self.payload_bytes < _MOST
+        )
+
     @classmethod
     def decode(cls, raw: bytes | memoryview) -> Header:
         """Read a header.
@@ -189,12 +201,15 @@ class Header:
             raise TornImageError("shorter than a header")
         if zlib.crc32(raw[:size]) != _CRC.unpack_from(raw, size)[0]:
             raise TornImageError("its header is damaged")
-        magic, state, sealed, *numbers = _HEADER.unpack_from(raw)
+        magic, state, sealed, *values = _HEADER.unpack_from(raw)
         if magic != _MAGIC:
             raise TornImageError("no snapshot of this version")
         if state != _WHOLE:
             raise TornImageError("its writer did not finish")
-        return cls(mac=sealed.hex(), **dict(zip(_NUMBERS, numbers, strict=True)))
+        header = cls(mac=sealed.hex(), **dict(zip(_NUMBERS, values, strict=True)))
+        if not header.is_possible:
+            raise TornImageError("its header has numbers that none can have")
+        return header
 
     @classmethod
     def from_message(cls, raw: Any) -> Header:
@@ -204,8 +219,7 @@ class Header:
             ValueError: they are not those of a sealed image.
         """
         header = build(cls, raw)
-        numbers = (getattr(header, name) for name in _NUMBERS)
-        if any(not 0 <= value < _MOST for value in numbers) or header.rank >= _MOST_RANKS:
+        if not header.is_possible:
             raise ValueError(f"a number out of range in {header!r:.200}")
         if len(bytes.fromhex(header.mac)) != MAC_BYTES:
             raise ValueError(f"Header.mac is {header.mac!r:.80}")

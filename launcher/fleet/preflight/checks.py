@@ -115,7 +115,7 @@ def _judged(name: str, problems: Iterable[Wrong], value: str | None = None) -> C
     text = "; ".join(wrong.words for wrong in found[:_SHOWN])
     text += f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     gpus = {wrong.gpu for wrong in found if wrong.level == "fail"} - {""}
-    return CheckResult(check=name, level=found[0].level, text=text, gpus=sorted(gpus))
+    return CheckResult(check=name, level=found[0].level, text=text, gpus=tuple(sorted(gpus)))
 
 
 def _sysfs(kind: str, *patterns: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ def check_gpus(expected: Expected) -> CheckResult:
         level = "fail"
         text = f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it"
     seen = [gpu.uuid for gpu in gpus if gpu.uuid]
-    return CheckResult(check="gpus", level=level, text=text, value=found, seen=seen)
+    return CheckResult(check="gpus", level=level, text=text, value=found, seen=tuple(seen))
 
 
 def _answering() -> tuple[list[Gpu], str]:

@@ -11,7 +11,6 @@ and driver meet in a folder that all nodes share, which only this user can write
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.plan.quantities import counted
-from elastic_trainer.storage.files import write_atomic
+from elastic_trainer.storage.files import of_each, read_regular, write_atomic
+from elastic_trainer.storage.typed import parse_json
 from launcher.fleet.preflight.report import CheckResult
 from launcher.platforms.retries import polled
 
@@ -152,12 +152,15 @@ def _round(groups: Sequence[Group], number: int, folder: Path) -> dict[Group, fl
     members = [node for group in groups for node in group]
     answers: dict[str, float] = {}
 
+    def seconds(node: str) -> tuple[str, float]:
+        said = parse_json(read_regular(folder / f"answer-{number}-{node}.json", 4096))["seconds"]
+        if not isinstance(said, int | float) or said < 0:
+            raise ValueError(f"{said!r:.40} are no seconds")
+        return node, said
+
     def look() -> int:
-        for node in members:
-            if node not in answers:
-                with contextlib.suppress(FileNotFoundError):
-                    said = (folder / f"answer-{number}-{node}.json").read_text(encoding="utf-8")
-                    answers[node] = float(json.loads(said)["seconds"])
+        waited_for = [node for node in members if node not in answers]
+        answers.update(of_each(waited_for, seconds, lambda node: f"{node} in round {number}"))
         return len(members) - len(answers)
 
     begun, half_s = time.monotonic(), math.inf

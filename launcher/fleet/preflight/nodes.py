@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
-from elastic_trainer.storage.files import write_atomic
-from elastic_trainer.storage.typed import parse_json
+from elastic_trainer.storage.files import read_regular, write_atomic
+from elastic_trainer.storage.typed import parse_json, unix_time
 from launcher.fleet.preflight.checks import ASKED, Check, all_checks
 from launcher.fleet.preflight.collectives import SERVER, compare, finding
 from launcher.fleet.preflight.report import CheckResult, Expected, NodeReport, evaluate
@@ -45,6 +45,8 @@ _MOST_HERE: Final = 64
 _POLL_S: Final = 0.2
 _REAP_S: Final = 1.0
 _LOG_CHARS: Final = 300
+_MOST_BYTES: Final = 4 << 20
+"""Longest answer of a node."""
 _CHECKS: Final = "launcher.fleet.preflight.checks"
 """Run on the nodes."""
 
@@ -304,7 +306,7 @@ class Preflight:
         node, process = one.report.node, isinstance(one.job, subprocess.Popen)
         over = process and one.job.poll() is not None
         try:
-            said = (self.folder / f"answer-{node}.jsonl").read_text(encoding="utf-8")
+            said = read_regular(self.folder / f"answer-{node}.jsonl", _MOST_BYTES)
         except FileNotFoundError:
             if over:
                 log = self._log(node).read_text(encoding="utf-8", errors="replace").strip()
@@ -319,8 +321,8 @@ class Preflight:
             if "problem" in last:
                 one.fail(f"the checks failed: {_last_line(last['problem'])}")
             else:
-                results = tuple(CheckResult(**each) for each in findings)
-                clock = last["at"] - time.time(), last["at"] - one.at
+                results, at = tuple(map(CheckResult.of_json, findings)), unix_time(last["at"])
+                clock = at - time.time(), at - one.at
                 one.report = NodeReport(node=node, findings=results, clock=clock)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             one.fail(f"its answer is damaged: {error}")  # the other nodes' count all the same

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from elastic_trainer.storage.typed import build
+
 _SAME: Final = {
     "versions": "fail",
     "system": "warn",
@@ -16,6 +18,9 @@ _SAME: Final = {
     "ethernet": "warn",
 }
 """Checks whose text most nodes must share -> level of one that differs."""
+_NUMBERS: Final = ("clock", "storage")
+"""Checks whose values are numbers, which are compared with the median."""
+_LEVELS: Final = ("ok", "warn", "fail", "not here")
 _SLOW_WRITE: Final = 0.25
 """A node that writes slower than this part of the median is reported."""
 
@@ -49,10 +54,26 @@ class CheckResult:
     """For people: what was found, and for warn and fail how to fix it."""
     value: Any = None
     """A number or a text that nodes are compared by; None: nothing is compared."""
-    gpus: Sequence[str] = ()
+    gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that fail."""
-    seen: Sequence[str] = ()
+    seen: tuple[str, ...] = ()
     """UUIDs of all GPUs that answer, where they were looked for."""
+
+    @classmethod
+    def of_json(cls, raw: Any) -> CheckResult:
+        """Read what a node says.
+
+        Raises:
+            ValueError: no check of any node says so, or the value cannot be compared.
+        """
+        said = build(cls, raw)
+        kinds: tuple[type, ...] = (int, float) if said.check in _NUMBERS else (str,)
+        compared = said.check in _SAME or said.check in _NUMBERS
+        if said.level not in _LEVELS or not (
+            said.value is None or not compared or isinstance(said.value, kinds)
+        ):
+            raise ValueError(f"{said!r:.200} is no result of a check")
+        return said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +96,7 @@ class NodeReport:
 
 def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]:
     """Return `reports` with what only a comparison of all nodes shows."""
-    values = {check: _values(reports, check) for check in (*_SAME, "clock", "storage")}
+    values = {check: _values(reports, check) for check in (*_SAME, *_NUMBERS)}
     usual = {check: Counter(values[check]).most_common(1) for check in _SAME}
     gaps = clock_gaps({each.node: each.clock for each in reports if each.clock is not None})
     clock = statistics.median(values["clock"] or [0.0])

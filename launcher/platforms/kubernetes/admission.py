@@ -47,6 +47,8 @@ _KEYS: Final = {
     "pods": "cluster.nodes",
 }
 """Resource of pods -> key of the job file; of any other: cluster.gpus_per_node."""
+_MOST: Final = Decimal(2**63 - 1)
+"""Kubernetes' own limit of amounts."""
 _OWN_WORDS: Final = (
     (r"no PriorityClass with name", "kubernetes.priority_class"),
     (r'RuntimeClass "[^"]*" not found', "kubernetes.pod_patch"),
@@ -131,7 +133,7 @@ def quantity(value: object) -> Decimal:
         found: Decimal = parse_quantity(str(value))
     except ValueError:
         return Decimal()
-    return found
+    return max(-_MOST, min(found, _MOST)) if found.is_finite() else Decimal()
 
 
 def named(bundle: Bundle) -> list[Named]:
@@ -256,10 +258,11 @@ def _quotas(request: PodsRequest, cluster: KubernetesCluster) -> Iterator[Proble
     """Yield quotas with too little room: first their limit, then what is left."""
     wanted = request.bundle.num_pods
     for quota in cluster.quotas:
-        if not _applies(quota["spec"], request.spec):
+        spec = quota.get("spec") or {}
+        if not _applies(spec, request.spec):
             continue
         used = (quota.get("status") or {}).get("used") or {}
-        for name, text in (quota["spec"].get("hard") or {}).items():
+        for name, text in (spec.get("hard") or {}).items():
             each = _charged(request, name)
             if not each:
                 continue

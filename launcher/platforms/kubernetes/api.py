@@ -26,9 +26,9 @@ from launcher.platforms.kubernetes.errors import (
     GoneError,
     NotThereError,
     UnreachableError,
-    read_object,
     refusal,
 )
+from launcher.platforms.kubernetes.fields import read_object, well_typed
 from launcher.platforms.kubernetes.pods import name_of
 from launcher.platforms.retries import retried
 from launcher.spec.errors import HoldfastError, TemporaryError, UserError
@@ -105,7 +105,7 @@ class KubernetesApi:
     def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
         """Return an object, if it exists."""
         try:
-            return self._object("GET", self._call("get", resource, namespace, name))
+            return well_typed(self._object("GET", self._call("get", resource, namespace, name)))
         except NotThereError:
             return None
 
@@ -147,7 +147,7 @@ class KubernetesApi:
         selected = [*_selected(labels, fields), *limit]
         while True:
             query = [*selected, ("continue", more)] if more else selected
-            page = self._object("GET", call, query=query)
+            page = well_typed(self._object("GET", call, query=query))
             yield page
             more = str((page.get("metadata") or {}).get("continue") or "")
             if not more:
@@ -167,7 +167,8 @@ class KubernetesApi:
         name = str(document["metadata"].get("name", ""))
         call = self._call("create", resource, namespace, name)
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
-        return self._object("POST", call, query=query, body=document, repeatable=dry_run)
+        found = self._object("POST", call, query=query, body=document, repeatable=dry_run)
+        return well_typed(found)
 
     def delete(
         self,
@@ -279,7 +280,7 @@ class KubernetesApi:
         with contextlib.closing(events), self._failures(call):
             try:
                 for event in events:
-                    yield event["type"], event["raw_object"]
+                    yield event["type"], well_typed(event["raw_object"])
             except (ValueError, KeyError, TypeError) as error:  # cut off, or of a proxy
                 raise BrokenOffError(f"cannot {call}: it broke off: {error}") from error
 

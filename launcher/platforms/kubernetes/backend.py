@@ -11,12 +11,12 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from launcher.platforms.base import (
     Backend,
@@ -45,6 +45,7 @@ from launcher.platforms.kubernetes.documents import (
     read_bundle,
     stamped,
 )
+from launcher.platforms.kubernetes.errors import NotThereError
 from launcher.platforms.kubernetes.files import Fetched
 from launcher.platforms.kubernetes.pods import (
     OUTLIVED_S,
@@ -75,6 +76,8 @@ from launcher.record import stop_request
 from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
 from launcher.render.local import JOB_FILE, MANIFESTS
 from launcher.spec.errors import PlatformError, Problem, UserError
+
+_Item = TypeVar("_Item")
 
 CANCEL_S: Final = 30.0
 """Grace period of a cancelled job's pods; as Slurm's KillWait."""
@@ -165,14 +168,16 @@ class KubernetesBackend(Backend):
         said = f"{reason} [{time.strftime('%Y-%m-%d %H:%M', time.localtime(self._wall()))}]"
         about = {"metadata": {"annotations": {DRAIN_REASON: said}}, "spec": {"unschedulable": True}}
 
+        def cordon(name: str) -> None:
+            with contextlib.suppress(NotThereError):  # it has gone since it was listed
+                api.patch(NODE, "", name, about)
+
         def delete(pod: Object) -> None:  # its agent leaves the job, its state is saved
             api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
 
         try:
-            for name in names:
-                api.patch(NODE, "", name, about)
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(delete, self._pods_on(names)))
+            _at_once(cordon, names)
+            _at_once(delete, self._pods_on(names))
         except UserError as error:
             if error.code != "HF753":
                 raise
@@ -302,8 +307,7 @@ class KubernetesBackend(Backend):
         def end(pod: Object) -> None:
             here.api.delete(POD, here.namespace, name_of(pod), grace_s=CANCEL_S)
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(end, seen.pods))
+        _at_once(end, seen.pods)
 
     def output_files(self, job: JobRef) -> list[Path]:
         """Return the fetched output of the pods, oldest first."""
@@ -456,7 +460,7 @@ class _Look:
             found, _ = self.api.list_all(RESOURCES[kind], self.namespace, labels=labels)
             # Objects in lists do not say what they are.
             said = {"apiVersion": RESOURCES[kind].api, "kind": kind}
-            jobs |= {(kind, name_of(one)): said | one for one in found}
+            jobs |= {(kind, name_of(one)): one | said for one in found}
         pods, _ = self.api.list_all(POD, self.namespace, labels=labels)
         by_run: dict[str, list[Object]] = {}
         for pod in pods:
@@ -526,6 +530,14 @@ class _Look:
         except (UserError, PlatformError):
             return None
         return False if node is None else is_true(node, "Ready") is not None
+
+
+def _at_once(act: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+    """Act on all items, whatever one of them raises; then raise the first error, if any."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        acts = [pool.submit(act, item) for item in items]
+    for each in acts:
+        each.result()
 
 
 def _same(seen: ApiView, job: JobRef) -> ApiView:

@@ -6,14 +6,14 @@ already) has its own type.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launcher.platforms.kubernetes.documents import Object, Resource
+from launcher.platforms.kubernetes.documents import Resource
+from launcher.platforms.kubernetes.fields import read_object
 from launcher.render.kubernetes_names import KINDS
 from launcher.spec.errors import HoldfastError, PermanentError, TemporaryError, UserError
 
@@ -150,15 +150,6 @@ def retry_after(text: str) -> float | None:
     except ValueError:
         return None
     return min(found, _MOST_WAIT_S) if found >= 0 else None
-
-
-def read_object(text: str | bytes) -> Object | None:
-    """Return the object in an answer; None: it is not one."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _forbidden(call: Call, message: str) -> UserError:

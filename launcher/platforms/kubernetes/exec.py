@@ -168,7 +168,7 @@ def exit_code(status: bytes, pod: str, said: str = "") -> int:
             if cause.get("reason") == "ExitCode":
                 return int(cause["message"])
         message = str(found.get("message") or found)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = _text(status) or said or "nothing was said"
     raise ExecFailedError(f"the command in pod {pod} did not run: {' '.join(message.split())}")
 

@@ -33,7 +33,10 @@ _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 
 
 _MOST: Final = 1 << 63
-_BY_NAME: Final = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY)
+_BY_NAME: Final = (
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+    *(errno.ELOOP, errno.ENXIO),  # a link, a pipe
+)
 """Errors of a file whose name no other file's can stand beside; other files have none."""
 
 
@@ -175,10 +178,21 @@ class Fetched:
         safe_parts(name)
         path = self.run_dir / "logs" / "pods" / f"{name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as out:
-            out.write(text)
+        try:
+            with open(path, "a", encoding="utf-8", opener=_no_other) as out:
+                out.write(text)
+        except OSError as error:
+            if error.errno not in _BY_NAME:
+                raise
+            skipped(path, str(error.strerror))
+            return
         if t_unix is not None:
             os.utime(path, (t_unix, t_unix))
+
+
+def _no_other(path: str, flags: int) -> int:
+    """Open a plain file: no link is followed, no reader of a pipe waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 @contextlib.contextmanager
@@ -220,6 +234,9 @@ def upload(
         hidden = top != "code" and (inner or [top])[-1].startswith(".")
         if hidden or (inner and top in _THEIRS) or member.name in known:
             return None
+        if not (member.isreg() or member.isdir() or member.issym()):
+            skipped(run_dir / member.name, "neither file, folder nor link")
+            return None
         member.uid = member.gid = 0  # names of users here are nobody there
         member.uname = member.gname = ""
         return member
@@ -228,7 +245,7 @@ def upload(
     out.write(json.dumps({"fresh": fresh, "remove": remove}).encode() + b"\n")
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for path in sorted(run_dir.glob(only)):
-            if path.suffix != ".json" or not path.is_file():
+            if path.suffix != ".json" or path.is_symlink() or not path.is_file():
                 tar.add(path, path.name, filter=chosen)
             elif member := chosen(tar.gettarinfo(path, path.name)):
                 data = _moved(path.read_bytes(), str(run_dir), there)

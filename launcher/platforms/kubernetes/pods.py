@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
+from elastic_trainer.storage.typed import unix_time
 from launcher.platforms.kubernetes.documents import AGENTS, Object
 
 STUCK_S: Final = 30.0
@@ -169,9 +170,9 @@ def time_of(value: Any) -> float | None:
     """Return a time of the API (RFC 3339) in Unix seconds, or None."""
     try:
         found = datetime.fromisoformat(str(value))
+        return unix_time(found.timestamp()) if found.tzinfo is not None else None
     except ValueError:
         return None
-    return found.timestamp() if found.tzinfo is not None else None
 
 
 def name_of(thing: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.sample_ledger import SampleAudit, audit
-from elastic_trainer.storage.files import read_regular, write_json
+from elastic_trainer.storage.files import of_each, read_regular, write_json
 from launcher.platforms.background import SUMMARY
 from launcher.record import timeline
 from launcher.record.cost import EVENTS, AttemptTime, GpuTime, attempts, gpu_time_by_month, total
@@ -216,7 +216,7 @@ def audit_ledger(run_dir: Path, config: TrainConfig) -> SampleAudit | None:
     files = sorted((run_dir / "ledger").glob("*.jsonl"))
     if not files:
         return None
-    texts = (read_regular(path).decode("ascii", "replace") for path in files)
+    texts = (content.decode("ascii", "replace") for content in of_each(files, read_regular))
     # Complete lines only: a run that continues may be writing its last one.
     lines = (
         [each for each in text.splitlines(keepends=True) if each.endswith("\n")] for text in texts

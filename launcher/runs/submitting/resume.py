@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.plan.config import TrainConfig
-from elastic_trainer.storage.files import write_atomic
+from elastic_trainer.storage.files import of_each, read_regular, write_atomic
 from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.plan.search import plan
 from launcher.platforms.base import Backend, JobRef, JobState, JobStatus, Machines
@@ -160,7 +160,7 @@ def _has_live_job(run: StoredRun, status: JobStatus, job: str) -> UserError:
 def _task(run: StoredRun) -> int | None:
     """Return the index of a task; None: the run is not a task of an array."""
     name = run.path.name
-    return int(name) if name.isdigit() and is_sweep(run.path.parent) else None
+    return int(name) if name.isdecimal() and is_sweep(run.path.parent) else None
 
 
 def _home(run: StoredRun) -> Path:
@@ -349,11 +349,12 @@ def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Seque
 
 
 def _bundle(folder: Path) -> dict[str, str]:
-    return {
-        path.name: path.read_text(encoding="utf-8", errors="replace")
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    }
+    def text(path: Path) -> str:
+        return read_regular(path).decode(errors="replace") if path.is_file() else ""
+
+    named = (path for path in folder.iterdir() if not path.name.startswith("."))
+    found = dict(of_each(named, lambda path: (path.name, text(path))))
+    return {name: content for name, content in found.items() if content}
 
 
 # -- restart --------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def _tasks(files: Bundle) -> tuple[int, ...] | None:
     if run_dirs.JOB_JSON in files:
         return None
     names = [name.partition("/") for name in files]
-    return tuple(sorted(int(a) for a, _, b in names if b == run_dirs.JOB_JSON and a.isdigit()))
+    return tuple(sorted(int(a) for a, _, b in names if b == run_dirs.JOB_JSON and a.isdecimal()))
 
 
 def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.storage.files import open_regular
+from elastic_trainer.storage.files import open_regular, skipped
 from launcher.record.event import describe, number, worker_rank
 from launcher.record.files import RunRecord
 from launcher.record.run_files import ATTEMPT
@@ -161,10 +161,10 @@ class LogReader:
     def _found(self) -> Iterator[tuple[str, str]]:
         """Yield (path, label) of the wanted logs there are."""
         for attempt in _scan(self._logs):
-            if not ATTEMPT.fullmatch(attempt.name) or not attempt.is_dir():
+            if not ATTEMPT.fullmatch(attempt.name):
                 continue
             for entry in _scan(Path(attempt.path)):
-                if entry.is_dir():
+                if entry.is_dir(follow_symlinks=False):
                     yield from self._of_node(entry)
                 elif self._selection.wants_node(entry.name.removesuffix(".log")):
                     yield entry.path, entry.name.removesuffix(".log")
@@ -220,6 +220,9 @@ def _scan(folder: Path) -> Sequence[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        skipped(folder, str(error.strerror))
         return []
 
 

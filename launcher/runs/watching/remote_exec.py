@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_trainer.storage.typed import build, parse_json
 from launcher.platforms.base import JobRef, JobState, RemoteExec
 from launcher.platforms.commands import CommandResult, Commands, SystemCommands
 from launcher.platforms.local import python_path
@@ -239,8 +239,8 @@ def _parsed(out: str) -> list[WorkerStack]:
     texts: dict[tuple[str, int], list[str]] = {}
     for line in out.split("\n"):
         try:
-            piece = WorkerStack(**json.loads(line))
-        except (ValueError, TypeError):
+            piece = build(WorkerStack, parse_json(line))
+        except ValueError:
             continue
         key = piece.node, piece.pid
         found[key] = piece

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 
+import hostile_items as hostile
 import pytest
 from at_once import at_once
 from board_bench import account, board_of, certificate, server
@@ -13,7 +16,20 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.board.state import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.board.kubernetes_board import SWAP, KubernetesBoard, _answer_of
+from elastic_trainer.board.state import (
+    BoardBusyError,
+    BoardState,
+    Commit,
+    Ended,
+    Lease,
+    Lineage,
+    Origin,
+    Sizes,
+    Training,
+    update,
+)
+from elastic_trainer.plan.anomalies import AnomalyRecord, Skip, Void
 
 __all__ = ["account", "certificate", "server"]  # fixtures
 
@@ -131,3 +147,58 @@ def test_any_bytes_come_back(boards, contents):
         current = board.get_state()
         assert board.set_state(content, current[1] if current else None)[2]
         assert boards().get_state()[0] == content
+
+
+COMMIT = Commit(epoch=2, step=5, dir="step-000000005-e000002", manifest_sha256="0", t_unix=1.7e9)
+STATE = BoardState(
+    epoch=3, commits=(COMMIT,), ended=Ended(job="1", code=1, reason="x"),
+    lease=Lease(holder="a", node="n0", job="1", address="::1", port=1, term=1),
+    numbers=AnomalyRecord((Skip(4, 4),), (Void(1, 4),)),
+    lineage=Lineage((Origin(1, 0, 0), Origin(2, 1, 4))),
+    trainings=(Training(name="1", final=COMMIT),), sizes=Sizes(trained=(2,), dropped=(3,)),
+)  # fmt: skip
+
+
+def test_a_state_that_is_spoilt_is_refused_or_says_what_can_be_used_and_written_again():
+    assert BoardState.decode(STATE.encode()) == STATE
+    for kind, text in hostile.spoilt_inside(json.loads(STATE.encode())):
+        try:
+            state = BoardState.decode(text.encode())
+        except ValueError:
+            continue
+        assert BoardState.decode(state.encode()) == state, kind
+        assert state.kept is not None
+        for epoch in range(4):
+            state.allows(epoch, 5)
+            state.lineage.began(Origin(epoch, 0, 5))
+
+
+@dataclasses.dataclass
+class Odd:
+    """An API server with an odd answer."""
+
+    text: str
+
+    status = 200
+
+    def request(self, *_):
+        return _answer_of(self)
+
+    def read(self, _):
+        return self.text.encode()
+
+    def getheader(self, _, default):
+        return default
+
+
+def test_a_config_map_that_is_spoilt_is_an_error_of_storage_or_a_board():
+    good = {
+        "metadata": {"resourceVersion": "5", "annotations": {SWAP: "1"}, "labels": {"a": "b"}},
+        "data": {"state": STATE.encode().decode()},
+        "binaryData": {"a": "b"},
+    }
+    for _, text in hostile.spoilt_inside(good):
+        board = KubernetesBoard(Odd(text), "train", "b", sleep=lambda _: None)
+        for act in (board.get_state, lambda board=board: board.set_state(b"x", "5")):
+            with contextlib.suppress(OSError):
+                act()

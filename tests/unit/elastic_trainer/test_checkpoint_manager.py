@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import queue
 import threading
 import time
 from datetime import timedelta
 
+import hostile_items as hostile
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.restore import agreed_board
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshots.image import MAC_BYTES, PAGE, Header, file_name
 from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.rank_grid import RankGrid
@@ -547,3 +550,64 @@ def test_commits_of_others_on_the_board_stay(tmp_path):
     update(run.board, lambda state: dataclasses.replace(state, finished=True))
     assert run.save(1)
     assert BoardState.decode(run.board.get_state()[0]).finished
+
+
+@pytest.mark.parametrize("part", ["", "manifest.json", ".metadata", "__0_0.distcp"])
+def test_of_a_commit_that_is_spoilt_the_one_before_counts(tmp_path, part):
+    run = Run(tmp_path)
+    for step in (1, 2):
+        run.step()
+        assert run.save(step)
+    bad = tmp_path / "checkpoints" / "step-000000002-e000000" / part
+    bad.rename(tmp_path / "kept")
+    for number, (kind, make) in enumerate(hostile.files(), start=1):
+        make(bad)
+        assert run.restore() == 1, kind
+        assert [e.step for e in run.events("checkpoint.skipped")] == [2] * number, kind
+        hostile.clear(bad)
+    (tmp_path / "kept").rename(bad)
+    assert run.restore() == 2
+
+
+def test_no_neighbour_stops_a_save_or_the_removal_of_what_no_longer_counts(tmp_path):
+    root, run = tmp_path / "checkpoints", Run(tmp_path, keep=1)
+    run.step()
+    for step, (kind, make) in enumerate(hostile.KINDS.items(), start=4):
+        own = f"step-{step:09}-e000000"
+        there = (own, f"{own}-a2", "step-000000000-e000000", "step-000000999-e000000-a7", "x")
+        for name in there:
+            make(root / name)
+        assert run.save(step), kind
+        for name in there:
+            hostile.clear(root / name)
+        assert [path.name for path in root.glob("*")] == [f"{own}-a3"], kind
+    assert run.restore() == step
+
+
+def headers():
+    """Yield headers that an image may say it has, but for its MAC."""
+    good = Header(
+        epoch=6, step=300, rank=0, shard=0, num_shards=1, num_ranks=1, index_bytes=2,
+        payload_bytes=2, mac="00" * MAC_BYTES,
+    )  # fmt: skip
+    names = [each.name for each in dataclasses.fields(Header)][:-1]
+    for name, number in itertools.product(names, (0, 1, 2**32, 10**12, 2**63, 2**64 - 1)):
+        yield dataclasses.replace(good, **{name: number})
+
+
+def test_no_image_that_is_spoilt_hides_a_snapshot(tmp_path):
+    run = epoch_of(tmp_path, 5)
+    run.restore()
+    assert run.keep(100) == 100
+    run.manager.close()
+    images = tmp_path / "images"
+    for number, (_, make) in enumerate(hostile.files()):
+        make(images / file_name("own", epoch=6, rank=number, slot=0))
+    for number, header in enumerate(headers()):
+        raw = header.encode(whole=True).ljust(3 * PAGE, b"\0")
+        (images / file_name("copy", epoch=6, rank=number, slot=0)).write_bytes(raw)
+    newer = epoch_of(tmp_path, 6)
+    assert newer.restore() == 100
+    assert newer.manager.restored_from == "memory"
+    assert newer.keep(101) == 101
+    newer.manager.close()

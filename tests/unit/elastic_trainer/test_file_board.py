@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import hostile_items as hostile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -384,3 +385,38 @@ def test_update_ends_after_its_attempts(tmp_path):
 
     with pytest.raises(BoardBusyError, match="3 swaps"):
         update(board, change, attempts=3)
+
+
+NAMES = ("v", "v7", "v\u0667", "v\u00b2", "vx", "v" + "9" * 250, "damaged-1", ".tmp-1", "x")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "v000000000000", "v000000000999", "v9999999999999999999"])
+def test_nothing_that_others_put_beside_the_versions_changes_the_board(tmp_path, name):
+    board, said = FileBoard(tmp_path, heal_s=0, on_damage=pytest.fail), b"said"
+    token = advance(board, 2)
+    for kind, make in hostile.files():
+        make(tmp_path / name)
+        content, token, won = FileBoard(tmp_path, heal_s=0).set_state(said, token)
+        assert (content, won) == (said, True), kind
+        assert board.get_state() == (said, token), kind
+        hostile.clear(tmp_path / name)
+
+
+def test_what_others_put_in_the_place_of_the_next_version_is_a_lost_swap(tmp_path):
+    board = FileBoard(tmp_path, heal_s=0)
+    for kind, make in hostile.files():
+        state = update(board, lambda state: dataclasses.replace(state, epoch=state.epoch + 1))
+        _, token = board.get_state()
+        make(tmp_path / f"v{token + 1:012d}")
+        assert BoardState.decode(board.get_state()[0]).epoch == state.epoch + 1, kind
+        assert update(board, lambda state: dataclasses.replace(state, finished=True)).finished
+        assert update(board, lambda state: dataclasses.replace(state, finished=False))
+
+
+def test_old_versions_are_removed_though_one_cannot_be(tmp_path):
+    board = FileBoard(tmp_path)
+    (tmp_path / "v000000000000").mkdir()
+    (tmp_path / ".tmp-0").mkdir()
+    os.utime(tmp_path / ".tmp-0", (0, 0))
+    advance(board, KEEP_VERSIONS + 5)
+    assert len(files(tmp_path)) == KEEP_VERSIONS + 2

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import hostile_items as hostile
 import pytest
 import torch
 from insider import Insider
@@ -137,8 +138,12 @@ def test_older_epochs_are_let_go_and_take_no_more_copies(tmp_path: Path, keeper:
         put(link, tmp_path / "image")
         link.free(2)
         assert len(link.held()) == 1
+        for rank, make in enumerate(hostile.KINDS.values(), start=10):
+            make(tmp_path / "kept" / f"own-e0-r{rank}-s0")
+        assert len(link.held()) == 1
         link.free(3)
         assert link.held() == []
+        assert [path.is_dir() for path in (tmp_path / "kept").iterdir()] == [True]
         with pytest.raises(PeerError, match=r"epoch 2\b"):
             put(link, tmp_path / "image")
 

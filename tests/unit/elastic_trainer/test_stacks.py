@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hostile_items as hostile
 import pytest
 
-from elastic_trainer.agent.hangs.stacks import StackTarget, gather_stacks
-from elastic_trainer.worker.worker_answers import ASK, SIGNALLED, ask
+from elastic_trainer.agent.hangs import stacks
+from elastic_trainer.agent.hangs.stacks import StackTarget, gather_fronts, gather_stacks
+from elastic_trainer.worker.worker_answers import ASK, FRONTS, SIGNALLED, ask
 
 ANSWERS = """
 import sys
@@ -142,3 +144,17 @@ def test_a_script_that_closes_all_descriptors_keeps_what_it_opens_then(tmp_path:
         finally:
             process.kill()
         assert process.stderr.read() == b""
+
+
+def test_rubbish_of_one_worker_hides_no_word_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "ask", lambda _: True)
+    good, bad = (tmp_path / f"{rank}.heartbeat" for rank in (0, 1))
+    targets = [
+        StackTarget(rank=rank, pid=os.getpid(), heartbeat=path)
+        for rank, path in enumerate((good, bad))
+    ]
+    good.with_suffix(FRONTS).write_text('{"0": [3, 4]}')
+    for kind, make in hostile.items({"0": [1, 2]}):
+        make(bad.with_suffix(FRONTS))
+        assert gather_fronts(targets, deadline_s=0) == {0: {"0": (3, 4)}}, kind
+        hostile.clear(bad.with_suffix(FRONTS))

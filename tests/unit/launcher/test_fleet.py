@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import hostile_items as hostile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,6 +239,20 @@ class Register:
         if mine:
             self.content, self.version = state, self.version + 1
         return self.content, self.version, mine
+
+
+def test_one_bad_entry_of_a_register_hides_no_other_and_stops_no_writer():
+    register = Register()
+    fleet = NodeLedger(register, wall=lambda: NOW)
+    good = [entry("n1", Verdict.OUT), entry("n3", Verdict.OUT)]
+    fleet.add(*good)
+    first, *lines = register.content.split(b"\n")
+    bad = json.loads(entry("n2").encode())
+    for kind, text in (*hostile.spoilt(bad), *hostile.TEXTS.items()):
+        register.content = b"\n".join([first, text.replace(b"\n", b"") + b",", *lines])
+        found = [each for each in fleet.entries() if each.machine in ("n1", "n3")]
+        assert found == good, kind
+        assert fleet.add(entry("n4")), kind
 
 
 def test_a_ledger_in_a_register_keeps_what_several_write_at_once():

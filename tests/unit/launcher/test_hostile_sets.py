@@ -6,18 +6,24 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import hostile_items as hostile
 import prometheus_client
 import pytest
+from hostile_items import clear
 from synthetic_record import Stream, config_of
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.plan.config import CheckpointSection
 from elastic_trainer.record.events import Event
+from elastic_trainer.record.script_steps import newest_step
+from launcher.cli.describe import _attempts as described
 from launcher.cli.main import run_cli
 from launcher.cli.notify import RunFollower
+from launcher.doctor.doctor import diagnose
 from launcher.node.attempt import Attempt, pasts
 from launcher.node.batch import carry_out
 from launcher.platforms.commands import CommandResult
@@ -27,20 +33,15 @@ from launcher.record.notices import KINDS
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 from launcher.runs.checkpoints.commits import RunCheckpoints
-from launcher.runs.reports.data import costs
+from launcher.runs.reports.data import audit_ledger, costs
 from launcher.runs.reports.metrics import RunsCollector
+from launcher.runs.run_dir import write_attempt
 from launcher.runs.runs import current_job, find_runs, find_users_runs, submit_times
+from launcher.runs.submitting.resume import _bundle
+from launcher.runs.watching.follow_logs import LogReader, Selection
 from launcher.runs.watching.run_status import run_statuses
 
 T = 1.79e9
-
-
-def clear(path):
-    """Remove what a hostile item was."""
-    if not path.is_symlink() and path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def event(name="epoch.formed", **fields):
@@ -79,7 +80,7 @@ def test_one_bad_line_hides_no_event(run):
     path = run / "events" / "agent-n0.jsonl"
     good = path.read_bytes()
     first, rest = good.split(b"\n", 1)
-    for kind, text in hostile.spoilt(json.loads(event().encode())):
+    for kind, text in (*hostile.spoilt(json.loads(event().encode())), *hostile.TEXTS.items()):
         path.write_bytes(first + b"\n" + text + b"\n" + rest)
         for read in readings(run):
             found = read()
@@ -247,6 +248,100 @@ def test_one_bad_exit_hides_no_other(tmp_path):
         clear(attempt.logs / "m.log")
 
 
+def test_one_bad_file_hides_no_step_that_a_script_has_shown(run):
+    shown = event("script.progress", loss=1.0)
+    (run / "events" / "script-a.jsonl").write_text(replace(shown, step=7).encode())
+    good = newest_step(run)
+    assert good == 7
+    for kind, make in hostile.items(json.loads(replace(shown, step=3).encode())):
+        bad = run / "events" / "script-b.jsonl"
+        make(bad)
+        assert newest_step(run) == good or "step: " in kind or "epoch: " in kind, kind
+        clear(bad)
+    for kind, text in hostile.TEXTS.items():
+        bad.write_bytes(text + b"\n" + replace(shown, step=8).encode().encode())
+        assert newest_step(run) == 8, kind
+
+
+def test_no_name_in_the_logs_keeps_the_next_attempt_from_its_number(tmp_path):
+    config = config_of()
+    assert write_attempt(tmp_path, config, config) == 1
+    for name in ("\u00b2", "x", "-3", "1e9", "\u0664"):
+        (tmp_path / "logs" / name).mkdir()
+    assert write_attempt(tmp_path, config, config) == 5
+
+
+def test_one_bad_file_beside_a_bundle_keeps_nobody_from_going_on(tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    for kind, make in hostile.files():
+        make(tmp_path / "x")
+        assert _bundle(tmp_path)["job.json"] == "{}", kind
+        clear(tmp_path / "x")
+
+
+# -- One run ---------------------------------------------------------------------------------------
+
+
+def test_one_bad_attempt_hides_no_other_from_a_description(tmp_path):
+    for name in ("7.0", "8.0"):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+        (tmp_path / "attempts" / name / "begin.json").write_text(json.dumps(BEGUN))
+    good = described(tmp_path)[0]
+    for kind, text in hostile.spoilt(ENDED):
+        (tmp_path / "attempts" / "8.0" / "end.json").write_bytes(text)
+        assert described(tmp_path)[0] == good, kind
+    for kind, make in hostile.items(BEGUN):
+        clear(tmp_path / "attempts" / "8.0" / "begin.json")
+        make(tmp_path / "attempts" / "8.0" / "begin.json")
+        assert good in described(tmp_path), kind
+
+
+def test_one_bad_ledger_changes_no_account_of_samples(tmp_path):
+    run = whole_run(tmp_path, "a")
+    (run / "ledger").mkdir()
+    head = {"v": 1, "epoch": 1, "resume_step": 0}
+    step = {"step": 1, "samples": [[0, 12]]}
+    (run / "ledger" / "a.jsonl").write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
+    good = audit_ledger(run, config_of())
+    assert good.steps == 1
+    for kind, make in hostile.files():
+        make(run / "ledger" / "b.jsonl")
+        assert audit_ledger(run, config_of()) == good, kind
+        clear(run / "ledger" / "b.jsonl")
+
+
+def test_one_bad_log_hides_no_cause(tmp_path):
+    run = whole_run(tmp_path, "a")
+    (run / "logs" / "1" / "n0").mkdir(parents=True)
+    (run / "logs" / "1" / "n0" / "0.log").write_text("torch.OutOfMemoryError: CUDA out of memory\n")
+    good = diagnose([str(run)], tmp_path, None)
+    assert good.evidence
+    texts = [(kind, text) for kind, text in hostile.spoilt({"message": "x", "entries": []})]
+    texts += hostile.spoilt({"message": {"message": "x", "extraInfo": {"timestamp": 1}}})
+    makers = [(kind, partial(Path.write_bytes, data=text)) for kind, text in texts]
+    for kind, make in (*hostile.files(), *makers):
+        for name in ("error.json",) if make.__class__ is partial else ("m.log", "error.json"):
+            if kind != "1 GB":
+                make(run / "logs" / "1" / "n0" / name)
+                found = diagnose([str(run)], tmp_path, None)
+                assert found.evidence[: len(good.evidence)] == good.evidence, (kind, name)
+                clear(run / "logs" / "1" / "n0" / name)
+
+
+def test_one_bad_log_hides_no_line_of_another(tmp_path):
+    log = tmp_path / "logs" / "1" / "n0" / "0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("said\n")
+    for name in ("9", "1/m", "1/m.log", "1/n0/7.log", "1/n0/agent.log"):
+        for kind, make in hostile.files():
+            if kind not in ("1 GB", "nuls") or name == "9":
+                make(tmp_path / "logs" / name)
+                reader = LogReader(tmp_path, Selection())
+                reader.look()
+                assert "said" in [line.text for line in reader.poll()], (name, kind)
+                clear(tmp_path / "logs" / name)
+
+
 # -- All runs of a folder --------------------------------------------------------------------------
 
 
@@ -261,8 +356,8 @@ def whole_run(folder, name):
 
 
 def told_of_all(folder):
-    """Return, of all runs but the bad one, what each view of a folder shows."""
-    found = [run for run in find_users_runs(folder)[0] if run.path.name != "bad"]
+    """Return, of all runs but bad ones, what each view of a folder shows."""
+    found = [run for run in find_users_runs(folder)[0] if run.path.name == "a"]
     collector = RunsCollector(folder, wall=lambda: T + 60)
     collector.poll()
     text = prometheus_client.generate_latest(collector.registry()).decode()
@@ -271,11 +366,11 @@ def told_of_all(folder):
     return {
         "runs": found,
         "metrics": [line for line in text.splitlines() if 'run="a"' in line],
-        "cost": [each for each in costs(every)[0] if each.run != "bad"],
+        "cost": [each for each in costs(every)[0] if each.run == "a"],
         "status": [
-            each.to_json(T + 60) for each in run_statuses(every) if each.run.path.name != "bad"
+            each.to_json(T + 60) for each in run_statuses(every) if each.run.path.name == "a"
         ],
-        "notices": [each for each in follower.poll()[0] if each.run != "bad"],
+        "notices": [each for each in follower.poll()[0] if each.run == "a"],
     }
 
 
@@ -294,6 +389,14 @@ def test_one_bad_run_hides_no_other_from_any_view(tmp_path, part):
         make(bad)
         assert told_of_all(tmp_path) == good, kind
         shutil.rmtree(tmp_path / "bad")
+
+
+def test_what_one_board_says_hides_no_run_from_any_view(tmp_path):
+    whole_run(tmp_path, "a")
+    good = told_of_all(tmp_path)
+    for number, (_, text) in enumerate(hostile.spoilt(json.loads(BoardState().encode()))):
+        FileBoard(whole_run(tmp_path, f"bad{number}") / "board").set_state(text)
+    assert told_of_all(tmp_path) == good
 
 
 def tracks(folder, good):

@@ -291,6 +291,19 @@ def test_what_a_pod_cannot_open_hides_no_other_file(here, there, capsys):
         assert (here / "logs" / kind / "c.log").read_text() == "c\n", kind
 
 
+@pytest.mark.parametrize("name", ["x", "x.json", "events/x.jsonl", "logs/x.log"])
+def test_nothing_that_lies_in_a_run_keeps_it_from_being_sent(here, there, name):
+    write(here / "job.json", "{}")
+    for kind, make in hostile_items.KINDS.items():
+        if kind == "1 GB":  # a file of the run, to be sent
+            continue
+        make(here / name)
+        assert put(here, there) == 0, kind
+        assert json.loads((there / "job.json").read_text()) == {}
+        hostile_items.clear(here / name)
+        shutil.rmtree(there)
+
+
 def test_what_the_launcher_sends_stays_in_the_run(there):
     for members in (
         [("../escaped", tarfile.REGTYPE, "")],

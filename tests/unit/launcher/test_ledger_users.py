@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging.handlers
 import os
 import stat
 import tempfile
@@ -12,10 +13,15 @@ from pathlib import Path
 
 import pytest
 from test_fleet import NOW, entry
+from test_hostile_sets import SUBMITTED, Slurm, stored
 
+from elastic_trainer.storage.files import skipped
 from launcher.fleet.node_ledger import OPERATORS, NodeLedger
 from launcher.fleet.nodes import exclude, release
 from launcher.fleet.rules import Verdict, kept_off, standings
+from launcher.node.attempt import Attempt
+from launcher.node.batch import carry_out
+from launcher.runs.runs import find_runs, find_users_runs
 from launcher.spec.errors import UserError
 
 pytestmark = [
@@ -196,3 +202,50 @@ def test_a_ledger_of_a_group(shared):
     os.chown(shared, ONE, TWO)
     as_user(ONE, lambda: len(ledger(shared).add(entry("n1", Verdict.OUT))), umask=0o077)
     assert stat.S_IMODE((shared / "fleet").stat().st_mode) & 0o1777 == 0o1770
+
+
+@pytest.mark.parametrize(
+    "where", ["fleet/x.json", "a/events/x.jsonl", "a/attempts/6.0/end.json", "a/attempts/6.0/next"]
+)
+@pytest.mark.parametrize("up", [0, 1])
+def test_nothing_of_another_user_stops_a_requeue(shared, where, up):
+    run = shared / "a"
+    run.mkdir()
+    (run / "job.json").write_text(json.dumps({"run_id": "a", "fleet": str(shared / "fleet")}))
+    os.chown(run, ONE, ONE)
+    (shared / where).parent.mkdir(parents=True)
+    (shared / where).write_text("{}")
+    closed = (shared / where).parents[0] if up else shared / where
+    os.chown(closed, TWO, TWO)
+    closed.chmod(0)
+
+    def requeues():
+        slurm = Slurm()
+        return carry_out(Attempt(run, "7", 0), ["requeue"], slurm), slurm.acts
+
+    assert as_user(ONE, requeues) == [True, [["scontrol", "requeue", "7"]]]
+
+
+def test_closed_runs_of_one_user_hide_no_run_of_another_and_the_way_to_open_them_is_named(shared):
+    def makes(name):
+        return str(stored(shared, name, submitted=SUBMITTED))
+
+    def seen():
+        said = logging.handlers.BufferingHandler(100)
+        logging.getLogger("holdfast").addHandler(said)
+        names = [run.path.name for run in find_runs(shared)]
+        found, problems = find_users_runs(shared)
+        words = [record.getMessage() for record in said.buffer]
+        return names, sorted(run.path.name for run in found), [*words, *problems]
+
+    as_user(ONE, lambda: [makes("a"), makes("one/c")], umask=0o077)
+    as_user(TWO, lambda: [makes("b"), makes("two/d")], umask=0o022)
+    assert [len(each) for each in seen()[:2]] == [2, 4]
+    skipped.cache_clear()
+    names, found, words = as_user(TWO, seen)
+    assert (names, found) == (["b"], ["b", "d"])
+    for closed in ("a", "one"):
+        assert any(f"chmod a+rX {shared / closed}" in each for each in words), words
+    for closed in ("a", "one", "one/c"):
+        (shared / closed).chmod(0o755)
+    assert as_user(TWO, seen)[1] == ["a", "b", "c", "d"]

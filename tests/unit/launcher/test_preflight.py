@@ -7,9 +7,13 @@ import fcntl
 import json
 import os
 import stat
+import time
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import hostile_items as hostile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -387,3 +391,39 @@ def test_a_damaged_answer_is_one_nodes_problem(tmp_path, said):
     asked = nodes._Asked(report=NodeReport(node="n1"))
     assert round_._ended(asked)
     assert (asked.report.level, asked.report.findings) == ("fail", ())
+
+
+def test_no_answer_of_one_node_changes_what_the_others_come_to(tmp_path):
+    round_ = Preflight(NodeSelection(cluster="local"), tmp_path)
+    checks = ("clock", "storage", "versions", "gpus")
+    good = [
+        CheckResult(check=name, value="x" if name == "versions" else 5.0, gpus=("g",), seen=("g",))
+        for name in checks
+    ]
+    text = "\n".join(json.dumps(each) for each in [*map(asdict, good), {"at": time.time()}])
+
+    def reported(node):
+        asked = nodes._Asked(report=NodeReport(node=node), at=time.time())
+        assert round_._ended(asked)
+        return asked.report
+
+    for node in ("n1", "n2", "n3"):
+        (tmp_path / f"answer-{node}.jsonl").write_text(text)
+    others = [reported(node) for node in ("n1", "n2", "n3")]
+    usual = [each.level for each in evaluate(others, Expected())]
+    lines = text.splitlines()
+    spoilt = [
+        "\n".join([*lines[:at], json_text, *lines[at + 1 :]])
+        for at in (0, 2, 4)
+        for _, json_text in hostile.spoilt_inside(json.loads(lines[at]))
+    ]
+    makers = [partial(Path.write_text, data=each) for each in spoilt]
+    for kind, make in (*hostile.files(), *enumerate(makers)):
+        path = tmp_path / "answer-bad.jsonl"
+        make(path)
+        if kind != "gone":
+            found = evaluate([*others, reported("bad")], Expected())
+            assert [each.level for each in found[:3]] == usual, kind
+            assert found[3].level == "fail" or kind not in hostile.KINDS
+            json.dumps([each.text for each in found[3].findings], ensure_ascii=False).encode()
+        hostile.clear(path)

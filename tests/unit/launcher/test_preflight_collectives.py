@@ -12,9 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import hostile_items as hostile
 import psutil
 import pytest
 
+from launcher.fleet.preflight import collectives
 from launcher.fleet.preflight.collectives import Verdicts, finding
 
 ROOT = Path(__file__).parents[3]
@@ -156,3 +158,16 @@ def test_findings_name_what_to_look_at():
     two, three = (finding(Verdicts(), "a", nodes).text for nodes in (2, 3))
     assert two.startswith(three)
     assert two != three
+
+
+def test_rubbish_of_one_node_is_no_answer_and_hides_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(collectives, "DEADLINE_S", 0.0)
+    monkeypatch.setattr(collectives, "_GRACE_S", 0.0)
+    (tmp_path / "answer-1-a.json").write_text('{"seconds": 2}')
+    for kind, make in hostile.items({"seconds": 1.0}):
+        bad = tmp_path / "answer-1-b.json"
+        make(bad)
+        found = collectives._round([("a",), ("b",)], 1, tmp_path)
+        assert found[("a",)] == 2, kind
+        assert found[("b",)] is None or 0 <= found[("b",)] <= 1e308, kind
+        hostile.clear(bad)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+import hostile_items as hostile
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.hangs.look import lines_of
+from elastic_trainer.agent.hangs.look import find_workers, lines_of
 from launcher.plan.search import plan
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.commands import CommandResult
@@ -165,3 +170,42 @@ def test_a_step_that_cannot_start_is_an_error(running):
     started(running.run.path, 2, (0, "n1", 20))
     with pytest.raises(PermanentError, match="Job is not running"):
         take_stacks(running, commands=Says("", code=1, err="srun: error: Job is not running"))
+
+
+def test_rubbish_of_one_node_hides_no_worker(running):
+    log = started(running.run.path, 2, (0, "n1", 20), (1, "n3", 21))
+    usual = workers_of(running.run.path)
+    log.emit("workers.started", node="n4", epoch=2)
+    for value in ([], {}, "x", None, 1e300):
+        for fields in ((value, [1]), (7, value), (7, [value])):
+            about = dict(zip(("first_rank", "pids"), fields, strict=True))
+            log.emit("workers.started", node="n4", epoch=2, **about)
+        log.emit("worker.exit", node="n4", epoch=2, pid=value)
+    assert workers_of(running.run.path) == usual
+    good = LINE % 0
+    for kind, bad in hostile.spoilt(json.loads(LINE % 9) | {"node": "n4", "pid": 2}):
+        taken = take_stacks(running, commands=Says(good + bad.decode() + "\n" + "[" * 9999))
+        assert json.dumps(asdict(taken.found[0])) + "\n" == LINE % 0, kind
+        json.dumps([asdict(each) for each in taken.found], ensure_ascii=False).encode()
+
+
+def test_rubbish_beside_it_hides_no_live_worker(tmp_path):
+    (tmp_path / "job.json").write_text('{"run_id": "r"}')
+    (tmp_path / "nodes").symlink_to("events")
+    run = str(tmp_path)
+    sleeper = ["-c", "import sys; print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(
+        [sys.executable, *sleeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={"HOLDFAST_RUN_DIR": run},
+    ) as process:  # fmt: skip
+        process.stdout.readline()
+        log = started(tmp_path, 2, (0, "n1", process.pid))
+        [usual] = find_workers(tmp_path, node=None)
+        for value in ([], {}, "x", None, 1e300, "../\0*"):
+            log.emit("workers.started", node="n1", epoch=3, first_rank=value, pids=[1])
+            log.emit("workers.started", node="n1", epoch=3, first_rank=0, pids=value)
+            log.emit("workers.started", node="\0**", epoch=3, first_rank=7, pids=[process.pid])
+        for number, (_, make) in enumerate(hostile.files()):
+            make(tmp_path / "events" / f"agent-m{number}.jsonl")
+        assert usual in find_workers(tmp_path, node=None)
+        process.stdin.close()

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import hostile_items as hostile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,12 +75,40 @@ def test_what_is_kept_with_a_run_needs_no_site(sites, monkeypatch):
         ("gke: {defaults: {slrm: {}}}", "HF209"),
         ("gke: [1]", "HF209"),
         ("gke: {", "HF003"),
+        ("gke: {}\ngke: {}", "HF006"),
+        ("gke: {defaults: {slurm: !!x {}}}", "HF007"),
+        ("", "HF208"),
     ],
 )
 def test_a_wrong_site(sites, capsys, text, code):
     Path("sites.yaml").write_text(text)
     assert run_cli(["check", "job.yaml", "--site", "gke"]) == 2
     assert code in capsys.readouterr().err
+
+
+WRONG = [
+    *("[1]", "{targt: slurm}", "{target: nowhere}", "{defaults: {slrm: {}}}", "!!x {}", "{? [a]}"),
+    *(text for kind, text in hostile.VALUES.items() if kind[:4] not in ("deep", "surr")),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_site_keeps_nobody_from_another(sites, wrong):
+    good = find_site("gke")
+    Path("sites.yaml").write_text(f"a: {wrong}\n{SITES}b: {wrong}\nb: {wrong}\n")
+    assert find_site("gke") == good
+    with pytest.raises(UserError):
+        find_site("a" if wrong != "null" else "b")
+
+
+def test_an_empty_file_of_sites_hides_no_site_of_the_system(sites, monkeypatch):
+    good = find_site("gke")
+    monkeypatch.setattr(
+        "launcher.platforms.sites.files", lambda _: map(Path, ("mine", "sites.yaml"))
+    )
+    for text in ("", "\n", "# none yet\n"):
+        Path("mine").write_text(text)
+        assert find_site("gke") == good
 
 
 def test_a_file_of_sites_that_anybody_may_write_or_that_is_none(sites, capsys):
