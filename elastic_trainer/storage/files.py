@@ -239,7 +239,8 @@ def why_unread(error: BaseException) -> str:
 @functools.lru_cache(maxsize=4096)  # once a process
 def skipped(what: object, why: str) -> None:
     """Say which item of a set is passed over, and why."""
-    logging.getLogger("holdfast").warning("%s is skipped: %s", what, why)
+    said = f"{what} is skipped: {why}".encode(errors="backslashreplace").decode()
+    logging.getLogger("holdfast").warning("%s", said)
 
 
 def is_torn(path: Path) -> bool:
