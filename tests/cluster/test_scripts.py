@@ -252,7 +252,7 @@ def test_however_a_script_leaves_on_request_the_job_has_stopped_and_is_not_done(
         agent.send_signal(signal.SIGTERM)
     assert agents.codes() == {"n1": 91, "n2": 91}, agents.said()
     reason = agents.events("job.stopped")[-1]["reason"]
-    assert ("saved" in reason) == (code == 91), reason
+    assert ("saved at step" in reason) == (code == 91), reason
     assert agents.events("worker.exit") == []
 
 

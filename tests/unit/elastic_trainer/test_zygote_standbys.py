@@ -114,6 +114,7 @@ def test_one_that_died_while_it_waited_is_replaced_by_a_fork(
     begin(workers, tmp_path)
     (standby,) = ready(workers)
     os.kill(standby.pid, signal.SIGKILL)
+    t.until(lambda: t.gone(standby.pid), "it lives on")  # on a busy machine it takes its time
     workers.kill_all(20)
     workers.launch(2, [launch(tmp_path)])
     started, ended = t.run_one(workers)
