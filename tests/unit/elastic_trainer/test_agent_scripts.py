@@ -215,8 +215,7 @@ def test_a_failure_that_peers_caused_by_leaving_on_request_is_taken_back(
         assert ended == WorkersEnded(epoch=1, finished=False, step=0, saved=False)
 
     events = run(tmp_path, task, play, settle_s=30.0)
-    failed = [e.fields["local_rank"] for e in events if e.event == "worker.exit"]
-    assert failed == ([] if signalled else [0])
+    assert [e for e in events if e.event == "worker.exit"] == [], "none has failed by itself"
 
 
 STEPS = """
