@@ -329,6 +329,34 @@ def write(folder: Path) -> None:
     (folder / "story" / "events").mkdir(parents=True)
     told = "".join(each.encode() for each in story())
     (folder / "story" / "events" / "all.jsonl").write_text(told)
+    _small_files(run)
+    FileBoard(folder / "board").set_state(BOARD.encode())
+    config_map(folder / "board-config-map.json").set_state(BOARD.encode())
+    manifest, tensors = _checkpoint(run)
+    _fleets(folder)
+    with mock.patch.object(images, "_OPENSSL", None):
+        _image(folder / "image-blake2b")
+    _image(folder / "image-gmac")
+    said = {
+        "jobs": {name: asdict(job) for name, job in jobs().items()},
+        "events": [asdict(each) for each in events()],
+        "board": asdict(BOARD),
+        "manifest": manifest,
+        "checkpoint": tensors,
+        "image": {**asdict(HEADER), "parts": [part._asdict() for part in PARTS]},
+        "payload_crc32": zlib.crc32(PAYLOAD),
+        "fleet": [asdict(MACHINE), asdict(RELEASE)],
+        "summary": SUMMARY,
+        "samples": asdict(AUDIT),
+        "attempt": asdict(PAST),
+        "submission": asdict(SUBMISSION),
+    }
+    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in said.items())
+    (folder / "expected.json").write_text("{{\n{}\n}}\n".format(",\n".join(lines)))
+
+
+def _small_files(run: Path) -> None:
+    """Write what a launcher, its ledger and its attempts leave in a run."""
     stop_request.ask(run, why="cancel", t_unix=T_UNIX)
     pin(run / "corpus.json", CORPUS, where="/data/text.txt")
     write_json(run / SUBMITTED, {**SUBMISSION.to_json(), "former": []})
@@ -345,8 +373,9 @@ def write(folder: Path) -> None:
         outcome = AttemptOutcome(code=PAST.code, failed=PAST.failed, reason=PAST.reason)
         note_end(attempt, outcome, began=PAST.began)
 
-    FileBoard(folder / "board").set_state(BOARD.encode())
-    config_map(folder / "board-config-map.json").set_state(BOARD.encode())
+
+def _checkpoint(run: Path) -> tuple[dict[str, Any], Any]:
+    """Save one; return what its manifest says, and its tensors."""
     update(FileBoard(run / "board"), lambda _: BoardState(epoch=BOARD.epoch))
     with group_of_one() as log:
         ranks = Ranks(run, log)
@@ -371,6 +400,10 @@ def write(folder: Path) -> None:
             if each.name != MANIFEST_NAME
         },
     }
+    return manifest, ranks.tensors()
+
+
+def _fleets(folder: Path) -> None:
     fleets = {
         "fleet": NodeLedger(folder / "fleet", wall=lambda: T_UNIX + 9),
         "config map": NodeLedger(
@@ -382,25 +415,6 @@ def write(folder: Path) -> None:
     for fleet in fleets.values():
         fleet.add(MACHINE)
         fleet.say([RELEASE], must=True)
-    with mock.patch.object(images, "_OPENSSL", None):
-        _image(folder / "image-blake2b")
-    _image(folder / "image-gmac")
-    said = {
-        "jobs": {name: asdict(job) for name, job in jobs().items()},
-        "events": [asdict(each) for each in events()],
-        "board": asdict(BOARD),
-        "manifest": manifest,
-        "checkpoint": ranks.tensors(),
-        "image": {**asdict(HEADER), "parts": [part._asdict() for part in PARTS]},
-        "payload_crc32": zlib.crc32(PAYLOAD),
-        "fleet": [asdict(MACHINE), asdict(RELEASE)],
-        "summary": SUMMARY,
-        "samples": asdict(AUDIT),
-        "attempt": asdict(PAST),
-        "submission": asdict(SUBMISSION),
-    }
-    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in said.items())
-    (folder / "expected.json").write_text("{{\n{}\n}}\n".format(",\n".join(lines)))
 
 
 def _image(path: Path) -> None:
