@@ -349,12 +349,12 @@ def _submit_again(runs: Sequence[StoredRun], backend: Backend, *, without: Seque
 
 
 def _bundle(folder: Path) -> dict[str, str]:
-    def text(path: Path) -> str:
-        return read_regular(path).decode(errors="replace") if path.is_file() else ""
+    def text(path: Path) -> str | None:
+        return read_regular(path).decode(errors="replace") if path.is_file() else None
 
     named = (path for path in folder.iterdir() if not path.name.startswith("."))
     found = dict(of_each(named, lambda path: (path.name, text(path))))
-    return {name: content for name, content in found.items() if content}
+    return {name: content for name, content in found.items() if content is not None}
 
 
 # -- restart --------------------------------------------------------------------------------
