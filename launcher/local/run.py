@@ -30,6 +30,7 @@ _TICK_S = 0.02
 _What = TypeVar("_What", str, int)
 _SILENT_S = 10.0
 """A full disk takes no record: it has space again once nothing was recorded for so long."""
+_SAVES = {"checkpoint.started", "checkpoint.committed", "checkpoint.failed"}
 _FAST_TICK_S = 0.004
 """While a fault waits for a phase: some last only a few dozen milliseconds."""
 
@@ -61,6 +62,7 @@ class LocalRun:
     mono: Callable[[], float] = time.monotonic
     _heard: float = field(default=inf, init=False)
     """When events were last seen."""
+    _saving: bool = field(default=False, init=False)
     _struck_step: int = -1
     _struck_epoch: int = -1
     _schedule: ChaosSchedule | None = None
@@ -100,8 +102,11 @@ class LocalRun:
 
     def _look(self) -> list[Event]:
         fresh = self.record.poll()
-        if fresh:
-            self._heard = self.mono()
+        for event in fresh:
+            if event.event != "board.failed":  # the one that a full disk brings, again and again
+                self._heard = self.mono()
+            if event.event in _SAVES:
+                self._saving = event.event == "checkpoint.started"
         self.progress.up = self.cluster.alive()
         self.view.update(self.progress, self.progress.apply(fresh))
         return fresh
@@ -153,10 +158,13 @@ class LocalRun:
 
         What brings nodes back always does, and what waits for a phase says so. Other faults wait
         until the run trains again after an earlier one, so that two at neighbouring steps do not
-        melt into one; faults at the same step strike together.
+        melt into one; faults at the same step strike together. A save under way would take what
+        a full disk leaves for the record.
         """
         if fault.brings_back or fault.phase is not None:
             return True
+        if fault.action is FaultAction.FILL_DISK and self._saving:
+            return False
         recovered = self.progress.epoch > self._struck_epoch and self.progress.state == "training"
         return recovered or fault.step == self._struck_step
 

@@ -30,12 +30,13 @@ os._exit(0)
 """
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("layout", "interleave", "more"),
     [
-        (ParallelLayout(cp=2, pp=2, tp=2), 2, {}),
+        (ParallelLayout(cp=2, pp=2), 2, {}),
         pytest.param(ParallelLayout(dp=2, tp=2), 1, {}, marks=pytest.mark.slow),
-        pytest.param(ParallelLayout(cp=2, pp=2), 1, {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(cp=2, pp=2, tp=2), 2, {}, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(pp=2), 2, {}, marks=pytest.mark.slow),
         pytest.param(
             ParallelLayout(tp=2),
@@ -62,7 +63,7 @@ def test_a_recovering_worker_imports_nothing_after_the_entry_point(
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=90,
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -105,9 +105,13 @@ def until(true: Callable[[], object], what: str, *, deadline_s: float = DEADLINE
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; a zombie that its new parent leaves lying has, too."""
+    """Whether the process has ended; a zombie that its new parent leaves lying has, too.
+
+    One whose other threads still end has not: they keep its files open.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] in "ZX" and int(fields[17]) <= 1
     except (FileNotFoundError, ProcessLookupError):
         return True
 

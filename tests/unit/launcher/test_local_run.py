@@ -213,7 +213,7 @@ def test_a_parked_job_gets_its_node_back_at_once(tmp_path):
 def test_a_full_disk_silences_the_run_and_is_freed_but_not_before_it_is_full(
     tmp_path, silent_before
 ):
-    quiet = [lambda _: None]
+    quiet = [lambda story: story.stream.add("board.failed", detail="no space")]
     story = Story(
         tmp_path,
         ["fill-disk:1@5", "free-disk@50"],
@@ -225,6 +225,19 @@ def test_a_full_disk_silences_the_run_and_is_freed_but_not_before_it_is_full(
         ("free",),
     ]
     assert injected(story) == [("fill-disk", None, 6), ("free-disk", None, 6)]
+
+
+def test_a_disk_is_not_filled_under_a_save(tmp_path):
+    def save(what, step):
+        return lambda story: story.stream.add(f"checkpoint.{what}", step=step)
+
+    story = Story(
+        tmp_path,
+        ["fill-disk:1@5", "free-disk@50"],
+        [form(*NODES), save("started", 4), steps(5), steps(6), save("committed", 4), steps(50)],
+    )
+    story.run.run()
+    assert injected(story) == [("fill-disk", None, 6), ("free-disk", None, 50)]
 
 
 def test_when_faults_have_killed_every_node_one_comes_back(tmp_path):
