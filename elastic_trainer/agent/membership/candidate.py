@@ -5,6 +5,11 @@ refuse; so a rack that died with the coordinator holds up nobody. A candidate
 takes the board only with more than half of the last members, or once all it reached
 have lost the old coordinator too and its death is sure: its address refuses, or its
 beat on the board stands still. The board's swap decides in any case.
+
+A campaign of thousands takes seconds of everybody's time. Where all are slow the next in line must
+not begin theirs, or look at the board ever again, before they hear of the one under way: these
+would leave no time for any. So whoever hears of one waits for its turn in line, and whoever is late
+hears the others first.
 """
 
 from __future__ import annotations
@@ -20,13 +25,16 @@ from elastic_trainer.agent.membership.seeker import RETRY_S
 from elastic_trainer.board.state import BoardState, Lease, Token
 from elastic_trainer.record.failures import EXIT_DONE
 
-PEEK_S = 0.5
-"""How often a candidate, or one in line, looks whether the job has gone on without it."""
+PEEK_S, SLOWEST_PEEK_S = 0.5, 2.0
+"""How often a candidate, or one in line, looks whether the job has gone on without it: those of
+each further block, who are many, so much more seldom. A newcomer that leads waits longer."""
 WATCH_RENEWALS = 1.5
 """How long a lease's beat must stand still before few may take it, in times of its renewal."""
 MIN_WATCH_S = 1.0
 BLOCK = 16
 """So many successors look at each other; each further block waits one delay longer."""
+MOST_DELAYS = 4
+"""So many times, each longer than the last, somebody who is late puts its campaign off."""
 
 
 class Candidate(Role):
@@ -50,9 +58,13 @@ class Candidate(Role):
         """The job has had newer epochs than this agent knows."""
         self._peeks = 0
         """Looks at the board whose answers, which come in order, are still out."""
+        self._rival: Conn | None = None
+        """Whence an earlier candidate has asked for the vote."""
+        self._delays = 0
         line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
         place = line.index(ctx.me.agent_id)
-        self._block = place // BLOCK
+        self._place, self._block = place, place // BLOCK
+        self._peek_s = min(PEEK_S * (1 + self._block), SLOWEST_PEEK_S)
         self._ahead = set(line[self._block * BLOCK : place])
         """agent_ids of those who go first."""
         self._scouts: set[Conn] = set()
@@ -64,7 +76,7 @@ class Candidate(Role):
         ctx = self.ctx
         ctx.timers.clear()
         ctx.watch_fence(heard=False)
-        ctx.after("peek", PEEK_S)
+        ctx.after("peek", self._peek_s)
         if self._block:
             ctx.after("scout", self._block * ctx.settings.stagger_s)
             return None
@@ -77,7 +89,7 @@ class Candidate(Role):
         """
         ctx = self.ctx
         if not self._ahead:
-            return self.timer("campaign")
+            return self._campaign()
         ctx.after("campaign", ctx.settings.stagger_s)
         ahead = [m for m in ctx.everyone if m.agent_id in self._ahead]
         self._scouts = {ctx.dial(member.address, member.port) for member in ahead}
@@ -101,10 +113,10 @@ class Candidate(Role):
                 line = ctx.everyone.ids
                 before_me = candidate in line[: line.index(ctx.me.agent_id)]
                 if before_me and term == ctx.term and not self._swapping:
-                    # Give it the time a whole campaign takes before trying oneself.
-                    self._running = False
+                    # Give it, and each in line between, the time that a whole campaign takes.
+                    self._running, self._rival = False, conn
                     self._recall_scouts()
-                    ctx.after("campaign", 2 * ctx.settings.dial_timeout_s)
+                    ctx.after("campaign", 2 * ctx.settings.dial_timeout_s * self._place)
                 return super().received(conn, message)
             case Vote(lost=lost) if conn in self._dialed:
                 self._votes[self._dialed[conn].agent_id] = lost
@@ -142,7 +154,10 @@ class Candidate(Role):
             self._scouts.discard(conn)
             if refused and self._ahead and not self._scouts:
                 self._ahead.clear()
-                return self.timer("campaign")
+                return self._campaign()
+        if conn == self._rival:  # it is gone, or has given up
+            self._rival = None
+            self.ctx.after("campaign", self.ctx.settings.stagger_s * self._place)
         return None
 
     @property
@@ -257,19 +272,28 @@ class Candidate(Role):
         if name == "watch" and not self._swapping:
             self._swapping = True
             ctx.outbox.append(ReadBoard())
-        if name == "campaign":
-            self._recall_scouts()
+        if name == "campaign" and not self._puts_off():
             return self._campaign()
         return None
 
+    def _puts_off(self) -> bool:
+        """Whether this agent is so late that it hears the others first."""
+        ctx = self.ctx
+        late = ctx.late_s > ctx.settings.stagger_s / 10 and self._delays < MOST_DELAYS
+        if late:
+            self._delays += 1
+            ctx.after("campaign", ctx.late_s + self._delays * ctx.settings.stagger_s)
+        return late
+
     def _peek(self) -> None:
-        self.ctx.after("peek", PEEK_S)
+        self.ctx.after("peek", self._peek_s)
         if not self._peeks:  # a slow board answers in order: looks that queue up come late
             self._peeks += 1
             self.ctx.outbox.append(ReadBoard())
 
     def _campaign(self) -> Transition | None:
         ctx = self.ctx
+        self._recall_scouts()
         if self._swapping:
             ctx.after("campaign", RETRY_S)  # the board has yet to answer
             return None

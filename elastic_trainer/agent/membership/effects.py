@@ -167,6 +167,8 @@ class Context:
     random: Callable[[], float]
     """Chance, from 0 to 1: those who wait for the same thing do not ask for it at once."""
     now: float = 0.0
+    late_s: float = 0.0
+    """How long the timer that fires was overdue: what others said meanwhile is yet to be heard."""
     epoch: int = 0
     """Newest epoch this agent heard of, or published."""
     term: int = 0

@@ -85,8 +85,9 @@ class Membership:
         """Fire the timers that are due."""
         effects: list[Effect] = []
         while due := sorted((t, name) for name, t in self.ctx.timers.items() if t <= now):
-            name = due[0][1]
+            when, name = due[0]
             del self.ctx.timers[name]
+            self.ctx.late_s = now - when
             effects += self.feed(now, lambda role, name=name: role.timer(name))  # type: ignore[misc]
         return effects
 

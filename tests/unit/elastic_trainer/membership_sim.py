@@ -70,6 +70,9 @@ class Cluster:
         self.network = SimNetwork(self)
         self.board = SimBoard(self)
         self.training = SimTraining(self)
+        self.slow_s = 0.0
+        """What each thing that an agent hears or does costs; the agents share two processors."""
+        self._busy_until = [0.0, 0.0]
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
 
@@ -296,6 +299,15 @@ class Cluster:
         return self.delay_s * self.random.uniform(0.5, 2.0)
 
     def feed(self, node: Node, step: Callable[[float], list]) -> None:
+        if not self.slow_s:
+            self._feed(node, step)
+            return
+        processor = self.nodes.index(node) % 2
+        done = max(self.now, self._busy_until[processor]) + self.slow_s
+        self._busy_until[processor] = done
+        self.at(done, lambda: self._feed(node, step))
+
+    def _feed(self, node: Node, step: Callable[[float], list]) -> None:
         if not node.alive:
             return
         if node.paused:

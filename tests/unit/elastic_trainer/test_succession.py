@@ -49,3 +49,13 @@ def test_a_live_successor_that_has_not_noticed_is_waited_for():
     cluster.run_until(cluster.settled, within=2.0)
     assert first.machine.is_coordinator
     assert not second.machine.is_coordinator
+
+
+def test_slow_hosts_leave_time_for_the_campaign_that_is_under_way():
+    """Else those next in line begin theirs, which takes the time of all, and so on without end."""
+    cluster = started(128, dial_timeout_s=10.0, stagger_s=5.0)
+    epoch = max(cluster.published)
+    cluster.slow_s = 0.016
+    cluster.kill(line(cluster)[0])
+    took = cluster.run_until(lambda: max(cluster.published) > epoch, within=200.0)
+    assert took < 100.0, took
