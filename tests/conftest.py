@@ -1,7 +1,7 @@
 """For all tests. Hypothesis measures no time: on a busy machine that says nothing of the code.
 
-Properties are tried with 25 examples in `make test`, with 200 in `make chaos`
-(`--hypothesis-profile chaos`). A test that needs more says how many times as many.
+Properties are tried with 25 examples in `make test`, the same ones each time, and with 200 others
+in `make chaos` (`--hypothesis-profile chaos`). A test that needs more says how many times as many.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ for _profile, _examples in (("holdfast", 25), ("chaos", 200)):
     settings.register_profile(
         _profile,
         max_examples=_examples,
+        derandomize=_profile == "holdfast",
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )

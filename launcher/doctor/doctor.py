@@ -34,6 +34,8 @@ from launcher.spec.secret_forms import masked
 STDIN: Final = "-"
 _OF_NO_FAILURE: Final = ("step.committed", "recovery.phase", "worker.started", "standby.ready")
 """Events that say nothing of failures, and are many."""
+_STEPS: Final = ("step.completed",)
+"""Of these it matters which was the last before a failure, and which the first after."""
 _OF_A_RUN: Final = ("logs", "events", "job.json")
 _RANK_OF_FILE: Final = re.compile(r"(?:^|rank[_-]?|[_.-])(\d+)(?:\.(?:log|out|err|txt|json))?$")
 _ERROR_BYTES: Final = 8 << 20
@@ -84,7 +86,7 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
         UserError: HF613 the record cannot be read.
     """
     found = []
-    record = RunRecord(run_dir, without=_OF_NO_FAILURE)
+    record = RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS)
     record.poll()
     for failure in failures(record.events, epochs(record.events), lost_kind(run_dir)):
         of, action = failure.signature.of, failure.signature.action
@@ -237,7 +239,10 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     """Return what the agents of the run recorded."""
-    record, file = RunRecord(run_dir, without=_OF_NO_FAILURE), str(run_dir / "events")
+    record, file = (
+        RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS),
+        str(run_dir / "events"),
+    )
     try:
         record.poll()
     except UserError as error:

@@ -12,11 +12,12 @@ import os
 import re
 import stat
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from math import inf
 from operator import attrgetter
 from pathlib import Path
@@ -35,7 +36,7 @@ MOST_EVENTS: Final = 200_000
 _EVENT: Final = b'"event":"'
 _OF_START, _OF_EXIT, _OF_NONE = b'worker.started"', b'worker.exit"', b'"kind":null'
 """Agents once wrote these for each worker at each start, of those they had killed too."""
-_SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)')
+_SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)(?:,"t_mono":[^,]*,"epoch":([0-9]+))?')
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
 _CLOCK_SLACK_S: Final = 3600.0
@@ -48,7 +49,9 @@ class RunRecord:
 
     A last line without its newline is left for a later poll. Of events whose names begin with one
     of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
-    Those `without` are not read. Without `keep`, `events` stays empty: polls return enough.
+    Those `without` are not read. Of a file's events `next_to` only the last before and the first
+    after each other event of the run are, and of each epoch. Without `keep`, `events` stays empty:
+    polls return enough.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class RunRecord:
         *,
         newest: Collection[str] = (),
         without: Collection[str] = (),
+        next_to: Collection[str] = (),
         keep: bool = True,
     ) -> None:
         self.run_dir, self._keep = run_dir, keep
         self.events: list[Event] = []
         """What was read so far, by `t_unix`, and not forgotten."""
         self._newest = tuple(name.encode() for name in newest)
+        self._next_to = tuple(f'{name}"'.encode() for name in next_to)
         self._without = tuple(f'{name}"'.encode() for name in without)
         if newest or without:
             self._without += (_OF_START, _OF_EXIT)
@@ -80,7 +85,8 @@ class RunRecord:
         newest = self._newest if not self._offsets else ()
         files = _files(self.run_dir)
         grown = [path for path, info in files if info.st_size > self._offsets.get(path, 0)]
-        for lines in _only_newest(list(of_each(grown, partial(self._new_lines, newest))), newest):
+        found = list(of_each(grown, partial(self._new_lines, newest)))
+        for lines in _only_newest(_only_next_to(found, self._next_to), newest):
             fresh += _decoded(lines)
         if fresh:
             fresh.sort(key=_T_UNIX)
@@ -120,18 +126,43 @@ class RunRecord:
         return list(filter(None, found))
 
 
+def _only_next_to(files: list[list[bytes]], names: tuple[bytes, ...]) -> list[list[bytes]]:
+    """Return the lines of each file, of the events `names` those next to others of any file."""
+    if not names:
+        return files
+    others = sorted(
+        _written_unix(line) for lines in files for line in lines if not _is_of(names, line)
+    )
+
+    def between(line: bytes) -> tuple[int, bytes] | None:
+        """Return what separates the event from others of its name; None: it has another."""
+        if not _is_of(names, line):
+            return None
+        found = _SAYS_WHEN.search(line)
+        return bisect(others, _written_unix(line)), (found and found[2]) or b""
+
+    def ends(group: tuple[tuple[int, bytes] | None, Iterator[bytes]]) -> list[bytes]:
+        lines = list(group[1])
+        return lines if group[0] is None else [lines[0], *lines[1:][-1:]]
+
+    return [list(chain.from_iterable(map(ends, groupby(lines, between)))) for lines in files]
+
+
 def _only_newest(files: list[list[bytes]], newest: tuple[bytes, ...]) -> Iterator[Iterable[bytes]]:
     """Yield the lines of each file, of the events `newest` the NEWEST of all files."""
-
-    def counts(line: bytes) -> bool:
-        return line.startswith(newest, line.find(_EVENT) + len(_EVENT))
-
-    times = [_written_unix(line) for lines in files for line in lines if newest and counts(line)]
+    times = [_written_unix(line) for lines in files for line in lines if _is_of(newest, line)]
     since = sorted(times)[-NEWEST] if len(times) > NEWEST else 0.0
     for lines in files:
         yield (
-            line for line in lines if not since or not counts(line) or _written_unix(line) >= since
+            line
+            for line in lines
+            if not since or not _is_of(newest, line) or _written_unix(line) >= since
         )
+
+
+def _is_of(names: tuple[bytes, ...], line: bytes) -> bool:
+    """Whether the line is an event whose name begins with one of `names`."""
+    return line.startswith(names, line.find(_EVENT) + len(_EVENT))
 
 
 def _written_unix(line: bytes) -> float:

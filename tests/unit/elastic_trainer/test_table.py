@@ -92,7 +92,7 @@ def test_where_its_members_are(members, data):
     assert table.hosts_of(some) == {m.host for m in members if m.agent_id in some}
     for node in {m.node for m in members}:
         assert table.host_of(node) in {m.host for m in members if m.node == node}
-    assert table.host_of("?") == "?"
+    assert table.host_of("of nobody") == "of nobody"
 
 
 @given(rows)

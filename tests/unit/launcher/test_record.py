@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
+from launcher.record.failures import failures
 from launcher.record.files import STEPS_AND_PHASES, LauncherLog, RunRecord, events_named, workers_of
 from launcher.record.timeline import epochs
 from launcher.spec.errors import UserError
@@ -79,6 +80,31 @@ def test_of_steps_the_newest_are_enough_of_all_else_everything(tmp_path, monkeyp
     found = RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll()
     assert [e.step for e in found if e.event == "step.completed"] == [*range(300, 400)]
     assert [e.epoch for e in found if e.event == "epoch.formed"] == [1, 2, 3, 4]
+
+
+NAMES = st.sampled_from(["epoch.formed", "member.lost", "epoch.aborted", "worker.hung"])
+
+
+@given(st.lists(st.tuples(NAMES, st.integers(0, 4)), min_size=3), st.floats(-3.0, 3.0))
+def test_the_steps_next_to_other_events_tell_the_same_of_failures(tmp_path_factory, parts, skew_s):
+    run = tmp_path_factory.mktemp("run")
+    now = [100.0]
+    lead = LauncherLog(run, "agent-n0", wall=lambda: now[0])
+    workers = [LauncherLog(run, f"worker-n{i}-0", wall=lambda: now[0] + skew_s) for i in range(2)]
+    epoch = step = 0
+    for name, steps in parts:
+        now[0] += 1.0
+        epoch += name == "epoch.formed"
+        about = {"members": ["n0", "n1"]} if name == "epoch.formed" else {"member": "n1"}
+        lead.emit(name, epoch=epoch, node="n0", **about)
+        for _ in range(steps):
+            now[0] += 1.0
+            step += 1
+            for rank, log in enumerate(workers):
+                log.emit("step.completed", epoch=epoch, step=step, rank=rank, node=f"n{rank}")
+    whole, part = RunRecord(run), RunRecord(run, next_to=("step.completed",))
+    found = [failures(record.poll(), epochs(record.events)) for record in (whole, part)]
+    assert [each.to_json(0.0) for each in found[0]] == [each.to_json(0.0) for each in found[1]]
 
 
 def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_path):
