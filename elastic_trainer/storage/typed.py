@@ -111,6 +111,8 @@ def _builder(want: Any) -> Callable[[Any], Any]:
             return _union_builder(args, inner)
         case builtins.dict | collections.abc.Mapping:
             key, item = inner
+            if args == (str, Any):  # JSON has no other keys; of events' fields there are many
+                return lambda value: dict(_of_type(value, dict))
             return lambda value: {key(k): item(v) for k, v in _of_type(value, dict).items()}
     assert typing.get_origin(want) is tuple, want
     if ... in args:
