@@ -111,8 +111,6 @@ def _builder(want: Any) -> Callable[[Any], Any]:
             return _union_builder(args, inner)
         case builtins.dict | collections.abc.Mapping:
             key, item = inner
-            if args == (str, Any):  # JSON has no other keys; of events' fields there are many
-                return lambda value: dict(_of_type(value, dict))
             return lambda value: {key(k): item(v) for k, v in _of_type(value, dict).items()}
     assert typing.get_origin(want) is tuple, want
     if ... in args:
@@ -230,6 +228,7 @@ def unix_time(value: Any) -> float:
 
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
     Any: lambda value: value,
+    dict[str, Any]: lambda value: dict(_of_type(value, dict)),  # JSON has no other keys
     float: _float,
     Unix: _unix,
     int: _int,  # what fits into the fields of heartbeats and snapshots

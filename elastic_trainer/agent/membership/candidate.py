@@ -58,12 +58,12 @@ class Candidate(Role):
         """The job has had newer epochs than this agent knows."""
         self._peeks = 0
         """Looks at the board whose answers, which come in order, are still out."""
-        self._rival: Conn | None = None
-        """Whence an earlier candidate has asked for the vote."""
+        self._rival: tuple[Conn, int] | None = None
+        """Whence an earlier candidate has asked for the vote, and how far ahead in line it is."""
         self._delays = 0
         line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
         place = line.index(ctx.me.agent_id)
-        self._place, self._block = place, place // BLOCK
+        self._line, self._place, self._block = line, place, place // BLOCK
         self._peek_s = min(PEEK_S * (1 + self._block), SLOWEST_PEEK_S)
         self._ahead = set(line[self._block * BLOCK : place])
         """agent_ids of those who go first."""
@@ -110,13 +110,13 @@ class Candidate(Role):
         ctx = self.ctx
         match message:
             case Elect(job=job, term=term, candidate=candidate) if job == ctx.job:
-                line = ctx.everyone.ids
-                before_me = candidate in line[: line.index(ctx.me.agent_id)]
-                if before_me and term == ctx.term and not self._swapping:
+                ahead = self._line[: self._place]
+                if candidate in ahead and term == ctx.term and not self._swapping:
                     # Give it, and each in line between, the time that a whole campaign takes.
-                    self._running, self._rival = False, conn
+                    behind = len(ahead) - ahead.index(candidate)
+                    self._running, self._rival = False, (conn, behind)
                     self._recall_scouts()
-                    ctx.after("campaign", 2 * ctx.settings.dial_timeout_s * self._place)
+                    ctx.after("campaign", 2 * ctx.settings.dial_timeout_s * behind)
                 return super().received(conn, message)
             case Vote(lost=lost) if conn in self._dialed:
                 self._votes[self._dialed[conn].agent_id] = lost
@@ -155,9 +155,9 @@ class Candidate(Role):
             if refused and self._ahead and not self._scouts:
                 self._ahead.clear()
                 return self._campaign()
-        if conn == self._rival:  # it is gone, or has given up
+        if self._rival is not None and conn == self._rival[0]:  # it is gone, or has given up
+            self.ctx.after("campaign", self.ctx.settings.stagger_s * self._rival[1])
             self._rival = None
-            self.ctx.after("campaign", self.ctx.settings.stagger_s * self._place)
         return None
 
     @property
