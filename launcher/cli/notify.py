@@ -21,7 +21,7 @@ import click
 
 from launcher.cli.common import EXIT_INTERRUPTED, runs_option, say
 from launcher.platforms.retries import retried
-from launcher.record.files import STEPS_AND_PHASES, RunRecord
+from launcher.record.files import RunRecord, present_record
 from launcher.record.notices import KINDS, Notice, Notices
 from launcher.runs.runs import find_users_runs, lost_kind
 from launcher.spec.errors import PermanentError, TemporaryError, UserError
@@ -115,7 +115,7 @@ class RunFollower:
         for run in found:
             known = run.path in self._runs
             if not known:
-                record = RunRecord(run.path, newest=STEPS_AND_PHASES, keep=False)
+                record = present_record(run.path, keep=False)
                 self._runs[run.path] = record, Notices(run.path.name, lost_kind(run.path))
             record, notices = self._runs[run.path]
             try:

@@ -29,11 +29,14 @@ from launcher.spec.errors import UserError
 
 NEWEST: Final = 6_000
 """So many events are read of those of which the newest are wanted."""
-STEPS_AND_PHASES: Final = ("step.", "script.progress", "recovery.phase")
+_STEPS_AND_PHASES: Final = ("step.", "script.progress", "recovery.phase")
 """Beginnings of the names of events of which a run's present state needs the newest only."""
+_NEWEST_EPOCHS: Final = 16
+"""Of so many epochs of a file it needs the members."""
 MOST_EVENTS: Final = 200_000
 """So many are kept of a record that is followed: some 200 MB."""
 _EVENT: Final = b'"event":"'
+_OF_EPOCH, _MEMBERS, _END = b'epoch.formed"', b'"members":["', b'"]'
 _OF_START, _OF_EXIT, _OF_NONE = b'worker.started"', b'worker.exit"', b'"kind":null'
 """Agents once wrote these for each worker at each start, of those they had killed too."""
 _SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)(?:,"t_mono":[^,]*,"epoch":([0-9]+))?')
@@ -50,8 +53,8 @@ class RunRecord:
     A last line without its newline is left for a later poll. Of events whose names begin with one
     of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
     Those `without` are not read. Of a file's events `next_to` only the last before and the first
-    after each other event of the run are, and of each epoch. Without `keep`, `events` stays empty:
-    polls return enough.
+    after each other event of the run are, and of each epoch. Of a file's epochs, all but the newest
+    `epochs` come without their members. Without `keep`, `events` stays empty: polls return enough.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class RunRecord:
         newest: Collection[str] = (),
         without: Collection[str] = (),
         next_to: Collection[str] = (),
+        epochs: int | None = None,
         keep: bool = True,
     ) -> None:
-        self.run_dir, self._keep = run_dir, keep
+        self.run_dir, self._epochs, self._keep = run_dir, epochs, keep
         self.events: list[Event] = []
         """What was read so far, by `t_unix`, and not forgotten."""
         self._newest = tuple(name.encode() for name in newest)
@@ -110,6 +114,7 @@ class RunRecord:
         """Return the new lines of a file, of the events `newest` as many as may be wanted."""
         found: list[bytes] = []
         places: deque[int] = deque()
+        formed: deque[int] = deque()
         offset = self._offsets.get(path, 0)
         for line in _lines(path, offset):
             offset += len(line)
@@ -121,9 +126,23 @@ class RunRecord:
                 places.append(len(found))
                 if len(places) > NEWEST:
                     found[places.popleft()] = b""
+            elif self._epochs is not None and line.startswith(_OF_EPOCH, at):
+                formed.append(len(found))
+                if len(formed) > self._epochs:
+                    older = formed.popleft()
+                    found[older] = _without_members(found[older])
             found.append(line)
         self._offsets[path] = offset
         return list(filter(None, found))
+
+
+def _without_members(line: bytes) -> bytes:
+    """Return an epoch without the names of its members, before it is decoded."""
+    begin = line.find(_MEMBERS)
+    if begin < 0 or b"\\" in line:  # a name may have a quotation mark, and a bracket behind it
+        return line
+    end = line.find(_END, begin + len(_MEMBERS))
+    return line if end < 0 else line[: begin + len(_MEMBERS) - 1] + line[end + 1 :]
 
 
 def _only_next_to(files: list[list[bytes]], names: tuple[bytes, ...]) -> list[list[bytes]]:
@@ -169,6 +188,11 @@ def _written_unix(line: bytes) -> float:
     """Return when an event was written, before it is decoded; infinite: it does not say."""
     found = _SAYS_WHEN.search(line)
     return float(found[1]) if found else inf
+
+
+def present_record(run_dir: Path, *, keep: bool = True) -> RunRecord:
+    """Return a record of the events that a run's present state needs."""
+    return RunRecord(run_dir, newest=_STEPS_AND_PHASES, epochs=_NEWEST_EPOCHS, keep=keep)
 
 
 def events_named(

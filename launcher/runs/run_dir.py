@@ -33,7 +33,7 @@ from elastic_trainer.storage.storage_probe import StorageError, probe_storage
 from elastic_trainer.storage.typed import parse_json
 from launcher.platforms.background import MARK as _LIVE
 from launcher.platforms.local import start_ticks
-from launcher.record.files import STEPS_AND_PHASES, RunRecord
+from launcher.record.files import present_record
 from launcher.record.status import TrainingStatus
 from launcher.spec.errors import UserError, Where, writing
 
@@ -164,7 +164,7 @@ def read_training(run_dir: Path) -> TrainingStatus:
     Raises:
         UserError: HF613 its job.json or its record cannot be read.
     """
-    return TrainingStatus(load(run_dir), RunRecord(run_dir, newest=STEPS_AND_PHASES).poll())
+    return TrainingStatus(load(run_dir), present_record(run_dir).poll())
 
 
 def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:

@@ -22,7 +22,7 @@ from launcher.platforms.base import (
     JobStatus,
     state_of,
 )
-from launcher.record.files import STEPS_AND_PHASES, LauncherLog, RunRecord
+from launcher.record.files import LauncherLog, RunRecord, present_record
 from launcher.record.picture import Picture, picture
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
@@ -227,7 +227,7 @@ class Following:
         self.status = TrainingStatus(run_dirs.load(run.path))
         self.answer: RunStatus | None = None
         """The platform's newest answer; None: it has not answered yet."""
-        self._record = RunRecord(run.path, newest=STEPS_AND_PHASES)
+        self._record = present_record(run.path)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._picture, self._picture_due = Picture(), float("-inf")
         self._lost = lost_kind(run.path)

@@ -28,7 +28,7 @@ from launcher.node.attempt import Attempt, pasts
 from launcher.node.batch import carry_out
 from launcher.platforms.commands import CommandResult
 from launcher.record.cost import gpu_time_by_month
-from launcher.record.files import STEPS_AND_PHASES, RunRecord, events_named
+from launcher.record.files import RunRecord, events_named, present_record
 from launcher.record.notices import KINDS
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
@@ -60,8 +60,8 @@ def run(tmp_path):
 
 def readings(run):
     yield lambda: RunRecord(run).poll()
-    yield lambda: RunRecord(run, newest=STEPS_AND_PHASES).poll()
-    yield lambda: RunRecord(run, newest=STEPS_AND_PHASES).poll()
+    yield lambda: present_record(run).poll()
+    yield lambda: present_record(run).poll()
     yield lambda: events_named(run, ["run.started", "epoch.formed", "step.completed"])
 
 

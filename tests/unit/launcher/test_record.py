@@ -11,7 +11,7 @@ from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
 from launcher.record.event import describe
 from launcher.record.failures import failures
-from launcher.record.files import STEPS_AND_PHASES, LauncherLog, RunRecord, events_named, workers_of
+from launcher.record.files import LauncherLog, RunRecord, events_named, present_record, workers_of
 from launcher.record.timeline import epochs
 from launcher.spec.errors import UserError
 
@@ -69,7 +69,7 @@ def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
 
 
 def test_of_steps_the_newest_are_enough_of_all_else_everything(tmp_path, monkeypatch):
-    assert RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll() == []
+    assert present_record(tmp_path).poll() == []
     monkeypatch.setattr("launcher.record.files.NEWEST", 100)
     clock = iter(range(10**6))
     logs = [LauncherLog(tmp_path, name, wall=lambda: float(next(clock))) for name in "ba"]
@@ -77,7 +77,7 @@ def test_of_steps_the_newest_are_enough_of_all_else_everything(tmp_path, monkeyp
         logs[step // 100 % 2].emit("step.completed", step=step, padding="x" * 100)
         if step % 100 == 0:
             logs[0].emit("epoch.formed", epoch=step // 100 + 1, members=["n"] * 3000)
-    found = RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll()
+    found = present_record(tmp_path).poll()
     assert [e.step for e in found if e.event == "step.completed"] == [*range(300, 400)]
     assert [e.epoch for e in found if e.event == "epoch.formed"] == [1, 2, 3, 4]
 
@@ -107,6 +107,20 @@ def test_the_steps_next_to_other_events_tell_the_same_of_failures(tmp_path_facto
     assert [each.to_json(0.0) for each in found[0]] == [each.to_json(0.0) for each in found[1]]
 
 
+@given(st.text(max_size=6), st.lists(st.text(max_size=6), max_size=2))
+def test_of_older_epochs_only_the_members_are_left_out(tmp_path_factory, name, spares):
+    run = tmp_path_factory.mktemp("run")
+    log = LauncherLog(run, "agent-n0")
+    for epoch in range(20):
+        about = {"members": [name, "n1"], "spares": spares, "rung": 2, "reason": name}
+        log.emit("epoch.formed", epoch=epoch, **about)
+    whole, found = RunRecord(run).poll(), present_record(run).poll()
+    assert found[4:] == whole[4:]
+    for event, other in zip(found[:4], whole[:4], strict=True):
+        plain = "\\" not in other.encode()
+        assert event.fields == other.fields | ({"members": []} if plain else {})
+
+
 def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_path):
     log = LauncherLog(tmp_path, "agent-n0")
     with (tmp_path / "events" / "agent-n0.jsonl").open("w") as file:
@@ -117,7 +131,7 @@ def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_
         log.emit("worker.exit", epoch=1, worker_rank=rank, kind=None, signal=9)
     log.emit("worker.exit", epoch=1, worker_rank=8, kind="crash", signal=11)
     log.emit("member.evicted", member="n1", host="n1", reason="it left", kind=None)
-    found = RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll()
+    found = present_record(tmp_path).poll()
     assert [(e.event, e.fields["kind"]) for e in found] == [
         ("worker.exit", "crash"),
         ("member.evicted", None),
@@ -153,11 +167,11 @@ def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
     assert len(events_named(tmp_path, ["member.evicted"], since_unix=5000.0)) == 1
 
 
-@pytest.mark.parametrize("newest", [STEPS_AND_PHASES, ()])
-def test_a_record_that_cannot_be_read(tmp_path, newest):
+@pytest.mark.parametrize("record", [present_record, RunRecord])
+def test_a_record_that_cannot_be_read(tmp_path, record):
     (tmp_path / "events").write_text("")
     with pytest.raises(UserError, match="HF613"):
-        RunRecord(tmp_path, newest=newest).poll()
+        record(tmp_path).poll()
 
 
 FIELDS = [
@@ -188,7 +202,7 @@ def test_pipes_and_devices_are_no_events(tmp_path, make):
     record, path, _ = of_one_file(tmp_path)
     make(path)
     assert record.poll() == []
-    assert RunRecord(tmp_path, newest=STEPS_AND_PHASES).poll() == []
+    assert present_record(tmp_path).poll() == []
 
 
 def test_deep_lines_are_passed_over(tmp_path):

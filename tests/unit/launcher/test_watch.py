@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from synthetic_record import Stream, config_of, storm
 
 from launcher.cli.main import run_cli
-from launcher.record.files import STEPS_AND_PHASES, RunRecord
+from launcher.record.files import RunRecord, present_record
 from launcher.record.picture import NodeState, picture
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
@@ -136,7 +136,7 @@ def run(tmp_path):
 def test_only_the_newest_steps_of_a_long_record_are_read(run, monkeypatch):
     whole = RunRecord(run).poll()
     monkeypatch.setattr("launcher.record.files.NEWEST", 10)
-    record = RunRecord(run, newest=STEPS_AND_PHASES)
+    record = present_record(run)
     part = record.poll()
     steps = [event for event in part if event.event == "step.completed"]
     assert 0 < len(steps) <= 10
