@@ -389,7 +389,10 @@ def _is_ignored(block: bytes, left: int) -> bool:
     said = block.rfind(b"Exception ignored in", max(0, left - 2048), left)
     if said < 0 or block.count(b"Traceback (most", said, left) > 1:
         return False
-    return _is_raised(_text(block[left : left + 200]))
+    before = block[said:left].split(b"\n")[1:]  # an exception there ends what is ignored
+    return _is_raised(_text(block[left : left + 200])) and not any(
+        _is_raised(_text(line[:200])) for line in before
+    )
 
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Final, Self
 
@@ -112,9 +112,10 @@ class Entry:
         return {"v": 1, **asdict(self)}
 
     def encode(self) -> str:
-        """Return what is written: a line of JSON, without what is not set."""
-        said = {key: value for key, value in self.to_json().items() if value not in ("", None, ())}
-        said.pop("operator")
+        """Return what is written: a line of JSON, without what need not be set and is not."""
+        unset = [spec.name for spec in fields(self) if getattr(self, spec.name) == spec.default]
+        said = {key: value for key, value in self.to_json().items() if key not in unset}
+        said.pop("operator", None)
         return json.dumps(said)
 
     @classmethod

@@ -223,10 +223,11 @@ class Candidate(Role):
         return max(MIN_WATCH_S, whole_s - (self.ctx.now - heard))
 
     def _peeked(self, state: BoardState) -> Transition | None:
-        """Give up when the job has gone on without this agent, or another leads it."""
+        """Give up when the job has gone on without this agent, another leads it, or it is over."""
         ctx, lease = self.ctx, state.lease
+        over = state.finished or (lease is None and state.ended is not None)
         led = lease is not None and lease.term > ctx.term and lease.holder != ctx.me.agent_id
-        if not led and (state.epoch <= ctx.epoch or self._sure):
+        if not led and not over and (state.epoch <= ctx.epoch or self._sure):
             return None
         self._close_all()
         return ToSeeker()

@@ -115,7 +115,7 @@ class PlayedFiles(Played):
     def rot(self, turn):
         """Damage the newest version, which its readers may know; return whether power is left."""
         newest = self.newest()
-        if self.rots and self.rng.random() < 0.1 and newest and self.whole()[0] == newest:
+        if self.rots and self.rng.random() < 0.1 and newest and (self.whole() or [0])[0] == newest:
             path, raw = self.version(newest), self.version(newest).read_bytes()
             path.write_bytes(raw[: self.rng.randint(0, len(raw) - 1)])
             if (found := self.whole()) is None:
