@@ -83,19 +83,14 @@ def test_2048_nodes_are_rendered_in_no_time():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["slurm", "pytorchjob", "jobset", "trainjob"])
 def test_the_whole_command_costs_little_more_than_the_libraries_it_needs(target):
-    """In processor time, the least of a few, taken in turns: a busy machine stretches both.
-
-    0.3 s are allowed where the libraries take 0.12 s, and as much more as they take longer.
-    """
+    """In processor time, the least of a few, taken in turns: a busy machine stretches both."""
     bare = "import click, jinja2, pydantic.main, pydantic.json_schema, yaml"
     render = ["-m", "launcher.cli.main", "render", "examples/llama3-405b.yaml", "--to", target]
     taken = [
         (cpu_s([sys.executable, "-c", bare]), cpu_s([sys.executable, *render])) for _ in range(5)
     ]
     libraries_s, command_s = map(min, zip(*taken, strict=True))
-    assert command_s <= (
-        0.3 * max(1.0, libraries_s / 0.12) if target == "slurm" else 4 * libraries_s
-    )
+    assert command_s <= (max(0.3, 1.5 * libraries_s) if target == "slurm" else 4 * libraries_s)
 
 
 def cpu_s(command):

@@ -295,6 +295,7 @@ class Candidate(Role):
     def _campaign(self) -> Transition | None:
         ctx = self.ctx
         self._recall_scouts()
+        self._rival = None  # its end must not cut this campaign short
         if self._swapping:
             ctx.after("campaign", RETRY_S)  # the board has yet to answer
             return None
