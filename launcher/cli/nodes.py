@@ -128,7 +128,7 @@ def release(
     """
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     place = Path("runs", ".preflight", stamp).absolute()
-    check = partial(ops.checked, target=target, folder=place, gpus=gpus)
+    check = partial(ops.checked, target=target, folder=place, gpus=gpus, say=say)
     said = f"{reason} (not checked)" if force else reason
     names = _names(nodes)
     done = ops.release(

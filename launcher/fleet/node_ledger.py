@@ -430,10 +430,9 @@ class _Folder(_Place):
         if self.operator and not _is_sticky(folder.parent.stat()):
             return _by_owner("chmod +t", folder.parent)
         if self.operator:
-            who = f"only operators say this: root and {_owner(folder.parent)}, and for more"
-            return (
-                f"{who} they run: chgrp GROUP {quote(str(folder))}; chmod 775 {quote(str(folder))}"
-            )
+            who = " and ".join(sorted({"root", _owner(folder.parent)}, key="root".__ne__))
+            more = f"chgrp GROUP {quote(str(folder))}; chmod 775 {quote(str(folder))}"
+            return f"only operators say this: {who}; so that a group may, they run: {more}"
         if folder.exists():
             return _by_owner("chmod 1777", folder)
         above = next(each for each in folder.parents if each.exists())

@@ -153,8 +153,10 @@ def _said(
     return Entry(t_unix=t_unix, by=writer(), **about)
 
 
-def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
-    """Run `holdfast preflight` on machines.
+def checked(
+    names: Sequence[str], *, target: str, folder: Path, gpus: int, say: Callable[[str], None]
+) -> Checked:
+    """Run `holdfast preflight` on machines; `say` is called with progress.
 
     Raises:
         UserError: HF692 this platform has no check.
@@ -163,7 +165,7 @@ def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Ch
     """
     if target != "slurm":
         raise UserError("HF692", f"{target} has no check; check them yourself, then use --force")
-    round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder)
+    round_ = Preflight(NodeSelection(nodes=",".join(names), gres_gpus=gpus), folder, say=say)
     expected = Expected(gpus=gpus, directory=str(folder.parent.absolute()))
     reports = round_.run(expected, skip=("storage",), timeout_s=CHECK_S)
     failed = {

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_run
 from cluster import SlurmCluster, until
 from tiny_run import LOSS_REL, TEXT
@@ -193,3 +199,61 @@ class User:
             return found if found["training"]["step"] >= step else None
 
         return until(f"{run} step {step}", look, timeout_s=WAIT_S, every_s=0.5)
+
+
+class Account:
+    """An ordinary user of the cluster, one of Debian's that is nobody's: Slurm wants a name.
+
+    The interpreter is the system's: others may not be able to reach this one's.
+    """
+
+    def __init__(self, cluster: SlurmCluster, name: str, *, umask: int) -> None:
+        self._cluster, self._who, self._umask = cluster, pwd.getpwnam(name), umask
+        self.python = f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
+        self.home = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cluster.dir))
+        self.home.chmod(0o777 & ~umask)
+        os.chown(self.home, self.uid, self._who.pw_gid)
+        seen = self.run(self.python, "-c", "import launcher.cli.main, torch")
+        if seen.returncode:
+            pytest.skip(f"{name} cannot run this checkout: {seen.stderr[-200:]}")
+
+    @property
+    def uid(self) -> int:
+        return self._who.pw_uid
+
+    def write(self, name: str, text: str) -> None:
+        """Put a file of theirs into their home."""
+        path = self.home / name
+        path.write_text(text)
+        path.chmod(0o666 & ~self._umask)
+        os.chown(path, self.uid, self._who.pw_gid)
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run a command as on the login node, in their home."""
+        head = ["nsenter", "-t", str(self._cluster._pids["head"]), "-n", "-m", "-u"]
+        become = ["setpriv", f"--reuid={self.uid}", f"--regid={self._who.pw_gid}", "--clear-groups"]
+        # Through a shell: setpriv itself still has root's rights when it looks for the program.
+        shell = ["sh", "-c", f'umask {self._umask:o}; cd "$1" && shift && exec "$@"', "sh"]
+        return subprocess.run(
+            [*head, *become, *shell, str(self.home), *args],
+            env={
+                "PATH": "/usr/bin:/bin",
+                "SLURM_CONF": f"{self._cluster.dir}/slurm.conf",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), sysconfig.get_paths()["purelib"]]),
+                "OMP_NUM_THREADS": "1",
+                "HOLDFAST_BEAT_S": "0.5",
+            },
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    def holdfast(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run one of our commands."""
+        done = self.run(self.python, "-m", "launcher.cli.main", *words)
+        assert done.returncode == code, f"{words}: {done.stderr}{done.stdout}"
+        return done
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.holdfast(*words, "--json").stdout)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
-from jobs import ALWAYS, submitted_run
+from cluster import until
+from jobs import ALWAYS, WAIT_S, Account, submitted_run
 
 from launcher.platforms.slurm.parse import expand_nodes, parse_scontrol
 from launcher.record.files import LauncherLog
 
 pytestmark = pytest.mark.timeout(400)
+
+
+def read_logs(run):
+    return "".join(path.read_text() for path in run.glob("logs/**/*.log"))
 
 
 def kept_off(slurm, job):
@@ -51,6 +57,63 @@ def test_the_next_job_is_kept_off_a_machine_that_another_run_found_bad(user, slu
     user("nodes", "release", bad)
     assert user.json("nodes", "list") == []
     assert [each["verdict"] for each in user.json("nodes", "history", bad)] == ["out", "release"]
+
+
+SHARING = """\
+name: shared
+command: [train.py]
+cluster: {{nodes: 1, gpus_per_node: 1, gpu: cpu, fleet: {place}}}
+slurm: {{partition: main, time: 30, shutdown_s: 60, signal_lead_s: 200}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("umasks", [(0o077, 0o022), (0o022, 0o077)])
+def test_two_users_share_a_ledger_and_only_the_admin_is_its_operator(user, slurm, umasks):
+    """Neither can read the other's runs, or is asked to: a job's own agents write the ledger."""
+    one, two = Account(slurm, "games", umask=umasks[0]), Account(slurm, "news", umask=umasks[1])
+    place = Path(mkdtemp(dir=slurm.dir))
+    place.chmod(0o1777)
+    (place / "operators").mkdir(0o755)
+    fleet = ("--fleet", str(place))
+    for who in (one, two):
+        who.write("job.yaml", SHARING.format(place=place))
+    one.write("train.py", "import time; print('begun', flush=True); time.sleep(600)")
+    two.write("train.py", "print('trained')")
+
+    first = one.json("submit", "job.yaml", "--run-dir", "run")
+    slurm.wait_state(first["job_id"], "RUNNING")
+    bad = slurm.job(first["job_id"]).nodes
+    run = one.home / "run"
+    until("it has begun", lambda: "begun" in read_logs(run), timeout_s=WAIT_S)
+    about = {"member": bad, "host": bad, "reason": "XID 79", "kind": "node_fault"}
+    LauncherLog(run, "test").emit("member.evicted", node=bad, **about)
+    # While the job runs, and of nobody's asking for it.
+    until("it is there", lambda: two.json("nodes", "history", *fleet), timeout_s=WAIT_S)
+    assert {each["by"].partition("@")[0] for each in two.json("nodes", "history", *fleet)} == {
+        "games"
+    }
+
+    done = two.holdfast("submit", "job.yaml", "--run-dir", "run")
+    assert "HF188" in done.stderr
+    job = two.json("status", "run")["job_id"]
+    slurm.wait_state(job, "COMPLETED", timeout_s=WAIT_S)
+    assert kept_off(slurm, job) == {bad}
+    assert slurm.job(job).nodes != bad
+
+    # What anybody has said anybody can end; the admin's word only the admin.
+    one.holdfast("cancel", "run")
+    slurm.wait_idle()
+    two.holdfast("nodes", "release", bad, *fleet)
+    assert one.json("nodes", "list", *fleet) == []
+    user("nodes", "exclude", bad, "--reason", "fan", *fleet)
+    assert "HF690" in one.holdfast("nodes", "release", bad, "--force", *fleet, code=2).stderr
+    [row] = two.json("nodes", "list", *fleet)
+    assert (row["machine"], row["out"], row["reason"]) == (bad, True, "fan")
+    user("nodes", "release", bad, *fleet)
+    assert two.json("nodes", "list", *fleet) == []
+    owners = {path.stat().st_uid for path in place.glob("*.json")}
+    assert owners == {one.uid, two.uid}
 
 
 @pytest.mark.slow

@@ -151,6 +151,8 @@ class Preflight:
         usable = [node for node in states if node not in reports]
         started = self._start(usable, lambda node: [_CHECKS, str(self.folder), node])
         waiting = [one for one in started if one.job is not None]
+        asking = f"asking {counted(len(waiting), 'node')}, for {timeout_s:g} s at most"
+        self.say(f"{asking}: one that is in use answers when it is free")
 
         def look() -> bool:
             with contextlib.suppress(OSError):
@@ -258,7 +260,6 @@ class Preflight:
                     if not each.cancelled() and each.exception() is None:
                         each.result().cancel()
                 raise
-        self.say(f"asking {counted(len(nodes), 'node')}")
         return asked
 
     def _process(self, node: str, argv: Sequence[str]) -> _Asked:
