@@ -88,8 +88,10 @@ class Why:
         found = [self.short, *self.more]
         if self.failures:
             survived = sum(each["survived"] for each in self.failures)
-            found.append(f"failures: {len(self.failures)}, survived: {survived}")
-            found += map(_failure_line, self.failures[-_MOST_FAILURES:])
+            newest = self.failures[-_MOST_FAILURES:]
+            told = "" if newest == self.failures else f"; the newest {len(newest)}:"
+            found.append(f"failures: {len(self.failures):,}, survived: {survived:,}{told}")
+            found += map(_failure_line, newest)
         if self.log is not None:
             found += [f"evidence: {self.log}", *(f"  | {line}" for line in self.log_lines)]
         return [*found, *([self.how_to_fix] if self.how_to_fix else [])]

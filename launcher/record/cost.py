@@ -43,6 +43,8 @@ EVENTS: Final = (
 )
 """What it needs of a record."""
 _HOUR_S: Final = 3600.0
+_CLOCKS_S: Final = 60.0
+"""Clocks of a run's machines differ by less."""
 
 
 @dataclass(slots=True)
@@ -126,20 +128,30 @@ def total(accounts: Iterable[GpuTime]) -> GpuTime:
 
 def attempts(events: Sequence[Event]) -> list[AttemptTime]:
     """Return when each attempt began and ended, and how many nodes it had."""
-    begun = [index for index, event in enumerate(events) if event.event == "run.started"]
+    begun = [_begin(events, i) for i, each in enumerate(events) if each.event == "run.started"]
     if any(_nodes_of(event) for event in events[: next(iter(begun), len(events))]):
         begun.insert(0, 0)  # the beginning was not read
     found = []
     for index, after in pairwise([*begun, len(events)]):
         of_attempt = events[index:after]
         ended = [each for each in of_attempt if each.event == "run.ended"]
-        most = max((len(_nodes_of(each)) for each in of_attempt), default=0)
-        nodes = max(whole(events[index], "nodes"), most)
+        asked = [whole(each, "nodes") for each in of_attempt if each.event == "run.started"]
+        nodes = max([*asked, *(len(_nodes_of(each)) for each in of_attempt)], default=0)
         last_t = (ended or of_attempt)[-1].t_unix
         told = ended[-1].fields.get("code") if ended else None
         code = told if isinstance(told, int) else None
         found.append(AttemptTime(events[index].t_unix, last_t, nodes, code))
     return found
+
+
+def _begin(events: Sequence[Event], started: int) -> int:
+    """Return the index of an attempt's first event: the clocks of its agents may be behind."""
+    begin, since = started, events[started].t_unix - _CLOCKS_S
+    for index in range(started - 1, -1, -1):
+        if events[index].t_unix < since or events[index].event in ("run.started", "run.ended"):
+            break
+        begin = index if _nodes_of(events[index]) else begin
+    return begin
 
 
 def _nodes_of(event: Event) -> list[Any]:

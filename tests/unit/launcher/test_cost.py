@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, config_of, storm
 
 from launcher.cli.main import run_cli
-from launcher.record.cost import CAUSES, gpu_time_by_month, gpu_time_since, total
+from launcher.record.cost import CAUSES, attempts, gpu_time_by_month, gpu_time_since, total
 
 NODES = [f"node{i}" for i in range(4)]
 
@@ -92,6 +93,25 @@ def test_the_end_of_a_record():
     part = gpu_time_since(read, stream.t - 3, gpus_per_node=8)
     assert part.by_cause["productive"] == whole.by_cause["productive"]
     assert part.by_cause["productive"] == pytest.approx(30 * 0.09 * 24, rel=0.04)
+
+
+@pytest.mark.parametrize("behind_s", [-20.0, 0.1, 20.0])
+def test_an_agents_clock_makes_no_attempt_of_its_own(behind_s):
+    stream = Stream().start().form(NODES, resume=0).steps(600).end(91)
+    stream.t += 30
+    stream.start(attempt=2).form(NODES, resume=600).steps(1200).end()
+    events = [
+        each if each.event[:4] == "run." else replace(each, t_unix=each.t_unix - behind_s)
+        for each in stream.events
+    ]
+    events.sort(key=lambda each: (each.t_unix, each.event[:4] == "run."))
+    found = attempts(events)
+    formed = [each.t_unix for each in events if each.event == "epoch.formed"]
+    started = [each.t_unix for each in events if each.event == "run.started"]
+    assert [each.begun_t for each in found] == [*map(min, formed, started)]
+    assert [each.nodes for each in found] == [4, 4]
+    spans = [each.ended_t - each.begun_t for each in found]
+    assert spent(events).allocated == pytest.approx(sum(spans) * 32)
 
 
 actions = st.lists(
