@@ -53,6 +53,13 @@ _STYLE: Final[dict[str, Any]] = {
 }
 _MARKS_APART: Final = 0.022
 """Closer marks, as a part of the axis, are in two rows."""
+MOST_LINES: Final = 60
+"""More failures are ticks without numbers, which hide no curve."""
+_TICK: Final = 0.06
+"""Height of one, as a part of the axis."""
+
+
+_UNITS: Final = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,10 @@ def charts_of(data: ReportData) -> list[Chart]:
     if data.progress:
         charts.append(Chart("Completed steps over time", 3.0, _draw_progress))
     if bars := _bars(data):
-        charts.append(Chart("Recovery time by phase", 1.3 + 0.34 * len(bars), _draw_phases))
+        all_of = sum(bool(each["phases"]) for each in data.summary["failures"])
+        longest = "" if all_of == len(bars) else f", the {len(bars)} longest of {all_of:,}"
+        heading = f"Recovery time by phase{longest}"
+        charts.append(Chart(heading, 1.3 + 0.34 * len(bars), _draw_phases))
     return charts
 
 
@@ -153,17 +163,28 @@ def _draw_loss(figure: FigureBase, data: ReportData) -> None:
 
 
 def _mark(axes: Axes, data: ReportData, legend: dict[str, Any]) -> None:
-    """Draw a numbered line for every failure, and a green one for every growth."""
+    """Mark every failure, with its number, and in green every growth."""
     marks = [(f["step"], str(n), _FAILURE) for n, f in enumerate(data.summary["failures"], 1)]
     marks += [(g["step"], "+", _GROWTH) for g in data.summary["growths"]]
-    names = {_FAILURE: "failure, numbered as in the table", _GROWTH: "nodes joined"}
+    few = len(marks) <= MOST_LINES
+    failure = "failure, numbered as in the table" if few else "failure"
+    for colour, name in ((_FAILURE, failure), (_GROWTH, "nodes joined")):
+        if steps := [step for step, _, its in marks if its == colour]:
+            legend[name] = _lines(axes, steps, colour)
     low, high = axes.get_xlim()
     ends = [float("-inf")] * 2  # where the newest badge of each row stands
-    for step, text, colour in sorted(marks):
-        legend[names[colour]] = axes.axvline(step, color=colour, ls="--", lw=1)
+    for step, text, colour in sorted(marks) if few else ():
         row = 0 if step - ends[0] > _MARKS_APART * (high - low) else 1
         ends[row] = step
         _badge(axes, step, text, colour, row)
+
+
+def _lines(axes: Axes, xs: Sequence[float], colour: str = _FAILURE) -> Any:
+    """Draw a vertical line at each x, or a tick where they are very many."""
+    few = len(xs) <= MOST_LINES
+    height, style = (1.0, "--") if few else (_TICK, "-")
+    across = axes.get_xaxis_transform()
+    return axes.vlines(xs, 0.0, height, colour, style, lw=1, transform=across)
 
 
 def _badge(axes: Axes, x: float, text: str, colour: str, row: int = 0) -> None:
@@ -191,8 +212,8 @@ def _draw_distance(figure: FigureBase, data: ReportData) -> None:
         # Zero has no logarithm.
         drawn = [(step, max(distance, least)) for step, distance in curve]
         legend[f"to {label}"] = _plot(axes, drawn, _EXTRA[index % len(_EXTRA)][0], 1.3)
-    for failure in data.summary["failures"]:
-        legend["failure"] = axes.axvline(failure["step"], color=_FAILURE, ls="--", lw=1)
+    if failures := data.summary["failures"]:
+        legend["failure"] = _lines(axes, [failure["step"] for failure in failures])
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -204,22 +225,29 @@ def _draw_speed(figure: FigureBase, data: ReportData) -> None:
     rows = figure.subplots(len(data.speed), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, curve) in zip(rows, data.speed.items(), strict=True):
         _plot(axes, curve, _LOSS, 1.0)
-        for failure in data.summary["failures"]:
-            axes.axvline(failure["step"], color=_FAILURE, ls="--", lw=0.8)
+        _lines(axes, [failure["step"] for failure in data.summary["failures"]])
         _label(axes, "step" if axes is rows[-1] else "", label)
         axes.set_ylim(bottom=0)
 
 
 def _draw_progress(figure: FigureBase, data: ReportData) -> None:
     axes = figure.subplots()
-    legend = {"steps": _plot(axes, data.progress, _LOSS, 1.5)}
-    for number, failure in enumerate(data.summary["failures"], 1):
-        if not failure["recovered_s"]:
-            continue
-        begin, end = failure["at_s"], failure["at_s"] + failure["recovered_s"]
-        legend["recovery"] = axes.axvspan(begin, end, color="#fbe3e1", lw=0)
-        _badge(axes, (begin + end) / 2, str(number), _FAILURE)
-    _label(axes, "seconds since the start", "step")
+    last_s = data.progress[-1][0]
+    unit, unit_s = next((each for each in _UNITS if last_s >= 3 * each[1]), _UNITS[-1])
+    curve = [(at_s / unit_s, step) for at_s, step in data.progress]
+    legend = {"steps": _plot(axes, curve, _LOSS, 1.5)}
+    numbered = [each for each in enumerate(data.summary["failures"], 1) if each[1]["recovered_s"]]
+    spans = {
+        number: (each["at_s"] / unit_s, (each["at_s"] + each["recovered_s"]) / unit_s)
+        for number, each in numbered
+    }
+    if len(spans) > MOST_LINES:
+        legend["recovery"] = _lines(axes, [begin for begin, _ in spans.values()])
+    else:
+        for number, (begin, end) in spans.items():
+            legend["recovery"] = axes.axvspan(begin, end, color="#fbe3e1", lw=0)
+            _badge(axes, (begin + end) / 2, str(number), _FAILURE)
+    _label(axes, f"{unit} since the start", "step")
     axes.set_xlim(left=0)
     _legend(figure, legend)
 
@@ -245,7 +273,7 @@ def _draw_phases(figure: FigureBase, data: ReportData) -> None:
             at += seconds
         axes.text(at, row, f" {failure['recovered_s'] or at:.2f} s", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.08)
     axes.set_xlabel("seconds from the fault to the next completed step")
     _legend(figure, legend)

@@ -103,7 +103,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
         "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
         "tokens/s": "-" if rate is None else f"{rate:,.0f}",
         "goodput": "-" if goodput is None else f"{goodput:.1%}",
-        "wall time": f"{summary['wall_s']:,.1f} s",
+        "wall time": span(summary["wall_s"]),
     }
 
 
@@ -124,11 +124,11 @@ def _spent(data: ReportData) -> list[Table]:
     if data.spent.allocated:
         hours = data.spent.to_json()
         rows = [
-            (cause, f"{hours[cause]:,.3g}", f"{seconds / data.spent.allocated:.1%}")
+            (cause, _hours(hours[cause]), f"{seconds / data.spent.allocated:.1%}")
             for cause, seconds in data.spent.by_cause.items()
             if seconds
         ]
-        rows.append(("allocated", f"{hours['allocated']:,.3g}", ""))
+        rows.append(("allocated", _hours(hours["allocated"]), ""))
         tables.append(("GPU-hours by cause", ("cause", "GPU-hours", "share"), rows))
     if data.attempts:
         attempts = [
@@ -144,6 +144,10 @@ def _spent(data: ReportData) -> list[Table]:
         head = ("#", "started (UTC)", "lasted", "nodes", "exit code")
         tables.append(("Attempts", head, attempts))
     return tables
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
 def _tables(summary: Mapping[str, Any]) -> list[Table]:

@@ -14,7 +14,7 @@ from launcher.cli.main import run_cli
 from launcher.platforms import installed
 from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
-from launcher.runs.reports.charts import MOST_BARS, charts_of, png_figure, svg
+from launcher.runs.reports.charts import MOST_BARS, MOST_LINES, charts_of, png_figure, svg
 from launcher.runs.reports.data import differences, report_data, thin
 from launcher.runs.reports.report import html_report, write_report
 from launcher.spec.errors import UserError
@@ -164,6 +164,20 @@ def test_of_thousands_of_recoveries_the_longest_are_drawn():
     assert phases.height_in < 20
     ET.fromstring(svg(phases, data))  # noqa: S314  our own
     assert phases.height_in > 0.3 * MOST_BARS
+    assert f"{MOST_BARS} longest of 2,000" in phases.heading
+
+
+@pytest.mark.parametrize(("count", "lines"), [(MOST_LINES, 1.0), (MOST_LINES + 1, 0.06)])
+def test_failures_without_number_hide_no_curve(count, lines):
+    data = data_of(storm())
+    failure = data.summary["failures"][0]
+    data.summary |= {"failures": [{**failure, "step": n} for n in range(count)], "growths": []}
+    with png_figure(data) as figure:
+        loss, *_, progress, _ = figure.axes
+        [marks] = loss.collections
+        assert marks.get_segments()[-1].tolist() == [[count - 1, 0], [count - 1, lines]]
+        numbers = [text.get_text() for text in (*loss.texts, *progress.texts)]
+    assert len(numbers) == (2 * count if count <= MOST_LINES else 0)
 
 
 def test_files(tmp_path):
