@@ -147,7 +147,7 @@ def _spent(data: ReportData) -> list[Table]:
 
 
 def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _tables(summary: Mapping[str, Any]) -> list[Table]:
