@@ -6,6 +6,13 @@ import pytest
 from membership_sim import Cluster
 from test_membership import started
 
+from elastic_trainer.agent.membership.candidate import Candidate
+from elastic_trainer.agent.membership.effects import Context, Settings
+from elastic_trainer.agent.membership.messages import Elect
+from elastic_trainer.agent.membership.notices import Member
+from elastic_trainer.agent.membership.table import Members
+from elastic_trainer.plan.ladder import Ladder
+
 
 def line(cluster: Cluster) -> list:
     """The nodes in the order of succession, the coordinator first."""
@@ -59,3 +66,37 @@ def test_slow_hosts_leave_time_for_the_campaign_that_is_under_way():
     cluster.kill(line(cluster)[0])
     took = cluster.run_until(lambda: max(cluster.published) > epoch, within=200.0)
     assert took < 100.0, took
+
+
+MEMBERS = [
+    Member(agent_id=name, node=name, host=name, address="10.0.0.1", port=port, workers=1)
+    for port, name in enumerate("abcd", 1)
+]
+
+
+def third_in_line() -> tuple[Candidate, Context]:
+    """Return `c` once it has lost `a` and has heard of the campaign of `b`, on connection 1."""
+    settings = Settings(ladder=Ladder.data_parallel(max_nodes=4, min_nodes=1, workers=1))
+    ctx = Context(me=MEMBERS[2], job="j", settings=settings, random=lambda: 0.5, term=1)
+    ctx.everyone, ctx.coordinator = Members.of(MEMBERS), "a"
+    made = Candidate(ctx, sure=False)
+    made.start()
+    made.received(1, Elect(candidate="b", job="j", term=1))
+    return made, ctx
+
+
+def test_a_candidate_that_is_gone_is_followed_after_one_delay():
+    made, ctx = third_in_line()
+    waits = ctx.timers["campaign"]
+    made.closed(1, refused=False)
+    assert ctx.timers["campaign"] == ctx.settings.stagger_s < waits
+
+
+def test_the_end_of_another_cuts_no_campaign_short():
+    made, ctx = third_in_line()
+    ctx.now = ctx.timers["campaign"]
+    made.timer("campaign")
+    patience = ctx.timers["campaign"]
+    ctx.now += 0.1
+    made.closed(1, refused=False)
+    assert ctx.timers["campaign"] == patience
