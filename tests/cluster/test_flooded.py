@@ -133,13 +133,8 @@ def recoveries(folder, *, disturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 def test_nodes_are_replaced_as_fast_whatever_strangers_do(tmp_path):
-    """The least of a few measurements each: what else this machine does only adds to it."""
-    calm, struck = [], []
-    for turn in range(3):
-        calm.append(sum(recoveries(tmp_path / f"calm{turn}", disturbed=False)))
-        struck.append(sum(recoveries(tmp_path / f"struck{turn}", disturbed=True)))
-        if min(struck) < SLOWER * min(calm):
-            return
-    pytest.fail(f"{struck} s with strangers, {calm} s without")
+    calm = recoveries(tmp_path / "calm", disturbed=False)
+    struck = recoveries(tmp_path / "struck", disturbed=True)
+    assert sum(struck) < SLOWER * sum(calm), (calm, struck)
