@@ -151,8 +151,10 @@ class Preflight:
         usable = [node for node in states if node not in reports]
         started = self._start(usable, lambda node: [_CHECKS, str(self.folder), node])
         waiting = [one for one in started if one.job is not None]
-        asking = f"asking {counted(len(waiting), 'node')}, for {timeout_s:g} s at most"
-        self.say(f"{asking}: one that is in use answers when it is free")
+        in_use = "" if self.where.cluster == "local" else "; one in use answers once it is free"
+        if waiting:
+            asking = f"asking {counted(len(waiting), 'node')} for at most {timeout_s:g} s"
+            self.say(f"{asking}{in_use}")
 
         def look() -> bool:
             with contextlib.suppress(OSError):

@@ -57,9 +57,8 @@ MOST_LINES: Final = 60
 """More failures are ticks without numbers, which hide no curve."""
 _TICK: Final = 0.06
 """Height of one, as a part of the axis."""
-
-
 _UNITS: Final = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+"""Units of time and their seconds: the first of which a run has lasted three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +235,10 @@ def _draw_progress(figure: FigureBase, data: ReportData) -> None:
     unit, unit_s = next((each for each in _UNITS if last_s >= 3 * each[1]), _UNITS[-1])
     curve = [(at_s / unit_s, step) for at_s, step in data.progress]
     legend = {"steps": _plot(axes, curve, _LOSS, 1.5)}
-    numbered = [each for each in enumerate(data.summary["failures"], 1) if each[1]["recovered_s"]]
     spans = {
         number: (each["at_s"] / unit_s, (each["at_s"] + each["recovered_s"]) / unit_s)
-        for number, each in numbered
+        for number, each in enumerate(data.summary["failures"], 1)
+        if each["recovered_s"]
     }
     if len(spans) > MOST_LINES:
         legend["recovery"] = _lines(axes, [begin for begin, _ in spans.values()])

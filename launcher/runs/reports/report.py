@@ -92,6 +92,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
     asked, loss = summary["steps_asked"], summary["final_loss"]
     lost, repeated = summary["samples_lost"], summary["samples_repeated"]
     goodput, rate = summary["goodput"], summary["tokens_per_s"]
+    wall_s = summary["wall_s"]
     return {
         "state": summary["state"],
         "steps": f"{summary['steps']:,}" + (f" of {asked:,}" if asked else ""),
@@ -103,7 +104,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
         "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
         "tokens/s": "-" if rate is None else f"{rate:,.0f}",
         "goodput": "-" if goodput is None else f"{goodput:.1%}",
-        "wall time": span(summary["wall_s"]),
+        "wall time": span(wall_s) if wall_s >= 3600 else f"{wall_s:,.1f} s",
     }
 
 
