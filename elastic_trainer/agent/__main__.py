@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from elastic_trainer.agent.hardware import FabricError
     from elastic_trainer.agent.node import die_of_a_thread, run
     from elastic_trainer.agent.options import parse
-    from elastic_trainer.board.open_board import BoardPlaceError
+    from elastic_trainer.board.address import BoardPlaceError
     from elastic_trainer.storage.storage_probe import StorageError
     from elastic_trainer.worker.secret import SecretError
 

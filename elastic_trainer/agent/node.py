@@ -49,7 +49,8 @@ from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
-from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE, open_board
+from elastic_trainer.board.address import BOARD_VARIABLE, FILE
+from elastic_trainer.board.open_board import open_board
 from elastic_trainer.plan.config import METRICS_TARGETS
 from elastic_trainer.plan.gpus import Gpu
 from elastic_trainer.record.event_log import EventLog

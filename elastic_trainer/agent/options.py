@@ -38,7 +38,7 @@ from elastic_trainer.agent.flags import (
 )
 from elastic_trainer.agent.membership.lease import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.board.open_board import BOARD_VARIABLE
+from elastic_trainer.board.address import BOARD_VARIABLE
 from elastic_trainer.plan.command import Command, explain, literal, split_command, unknown_names
 from elastic_trainer.plan.config import (
     NO_DOMAIN,

@@ -48,7 +48,8 @@ from elastic_trainer.agent.membership.terms import layout_terms
 from elastic_trainer.agent.wire.addresses import local_address, parse_ports
 from elastic_trainer.agent.wire.client import MembershipClient
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread, listen
-from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.board.address import BOARD_VARIABLE
+from elastic_trainer.board.open_board import open_board
 from elastic_trainer.board.state import Board
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.failures import Action, Failure, Kind

@@ -9,50 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from elastic_trainer.board.address import BOARD_VARIABLE, FILE, BoardPlaceError, parse_address
 from elastic_trainer.board.file_board import HEAL_S, FileBoard
 from elastic_trainer.board.state import Board, BoardState
 from elastic_trainer.storage.files import look_afresh, publish, read_regular, write_atomic
 
-BOARD_VARIABLE: Final = "HOLDFAST_BOARD"
-"""Has the board's address for agents, workers and `launcher.node`."""
-FILE: Final = "file"
-"""Address of a board of files in the run directory."""
 ELSEWHERE: Final = "elsewhere"
 """File in RUN/board with the address of a board that is elsewhere."""
 COPY: Final = "copy.json"
 """File beside it: the board as it was fetched last, for readers outside the cluster."""
-
-KUBERNETES: Final = "kubernetes://"
-_ADDRESS = re.compile(
-    KUBERNETES + r"(?P<namespace>[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)"
-    r"/(?P<name>[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)"
-)
-
-
-class BoardPlaceError(ValueError):
-    """The address is malformed, or the run's board is elsewhere (HF521)."""
-
-    code: Final = "HF521"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{self.code} {message}")
-
-
-def parse_address(address: str) -> tuple[str, str]:
-    """Return namespace and name of `kubernetes://NAMESPACE/NAME`.
-
-    Raises:
-        BoardPlaceError: HF521, it is not of that form.
-    """
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
-        raise BoardPlaceError(f"board {address!r}: expected file or kubernetes://NAMESPACE/NAME")
-    return found["namespace"], found["name"]
 
 
 def open_board(

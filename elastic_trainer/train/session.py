@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.board.address import BOARD_VARIABLE
+from elastic_trainer.board.open_board import open_board
 from elastic_trainer.board.state import Board
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from elastic_trainer.board.open_board import BOARD_VARIABLE
+from elastic_trainer.board.address import BOARD_VARIABLE
 from elastic_trainer.storage.files import read_json
 from elastic_trainer.worker.process import ask_for_a_name
 from elastic_trainer.worker.torch_private import compile_in_this_process, find_cpu_instructions

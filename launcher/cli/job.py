@@ -210,7 +210,6 @@ def render(
     from launcher.api import render as rendered
     from launcher.plan.search import plan as make_plan
     from launcher.platforms.targets import target_named
-    from launcher.runs.run_dir import write_bundle
     from launcher.spec.reading import load_spec
 
     name = target_on(site, target) or "slurm"
@@ -220,6 +219,8 @@ def render(
     run_dir = Path(output or Path("runs") / spec.name).absolute()
     bundle = rendered(spec, planned, to=name, run_dir=run_dir)
     if output is not None:
+        from launcher.runs.run_dir import write_bundle
+
         write_bundle(run_dir, bundle)
     if as_json:
         warnings = dicts(planned.warnings)

@@ -208,6 +208,7 @@ def main() -> None:
         # The reader went away, as in `holdfast plan ... | head`: no mistake of anybody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    gc.freeze()  # Python looks for garbage at its end too, in all that was imported
     sys.exit(code)
 
 

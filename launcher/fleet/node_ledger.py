@@ -26,7 +26,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from elastic_trainer.board.open_board import KUBERNETES, parse_address
+from elastic_trainer.board.address import KUBERNETES, parse_address
 from elastic_trainer.board.state import Board
 from elastic_trainer.storage.files import look_afresh, publish, read_json, read_regular
 from elastic_trainer.storage.typed import parse_json

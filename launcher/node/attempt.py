@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.board.open_board import BOARD_VARIABLE, read_board
+from elastic_trainer.board.address import BOARD_VARIABLE
+from elastic_trainer.board.open_board import read_board
 from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
 from elastic_trainer.storage.files import (
     of_each,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from elastic_trainer.board.open_board import KUBERNETES, parse_address
+from elastic_trainer.board.address import KUBERNETES, parse_address
 from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.plan.clock import PodClock, pod_clock
 from launcher.plan.search import Plan

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path, PurePath
 from typing import Final
 
-from elastic_trainer.board.open_board import KUBERNETES
+from elastic_trainer.board.address import KUBERNETES
 from elastic_trainer.plan.config import CheckpointSection, TrainConfig
 from launcher.plan.search import Plan
 from launcher.render.kubernetes_yaml import to_yaml

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.board.open_board import KUBERNETES
+from elastic_trainer.board.address import KUBERNETES
 from launcher.fleet.node_ledger import node_ledger_at, place_for
 from launcher.platforms.base import Backend, JobRef, Machines
 from launcher.spec.errors import reason_of

@@ -40,7 +40,7 @@ from fault_matrix import (
 )
 from namespaces import Network, cluster_in, why_not
 
-from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
+from elastic_trainer.board.address import BOARD_VARIABLE, FILE
 from launcher.local import job as local_job
 from launcher.platforms.local import ZYGOTE, LocalCluster, child_named, process_table, signal_all
 from launcher.record.files import RunRecord

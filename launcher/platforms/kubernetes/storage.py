@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from elastic_trainer.board.open_board import elsewhere, keep_copy, parse_address
+from elastic_trainer.board.address import parse_address
+from elastic_trainer.board.open_board import elsewhere, keep_copy
 from launcher.platforms.kubernetes.api import KubernetesApi, watch_until
 from launcher.platforms.kubernetes.documents import (
     AGENTS,

@@ -14,7 +14,7 @@ from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.board.open_board import KUBERNETES
+from elastic_trainer.board.address import KUBERNETES
 from launcher.fleet.node_ledger import FOLDER, NodeLedger, node_ledger_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.search import Plan, plan

@@ -7,17 +7,10 @@ from at_once import at_once
 from board_bench import env_of
 from config_map_server import FIRST_TOKEN, authority, serving
 
+from elastic_trainer.board.address import BOARD_VARIABLE, BoardPlaceError, parse_address
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.kubernetes_board import KubernetesBoard
-from elastic_trainer.board.open_board import (
-    BOARD_VARIABLE,
-    BoardPlaceError,
-    elsewhere,
-    keep_copy,
-    open_board,
-    parse_address,
-    read_board,
-)
+from elastic_trainer.board.open_board import elsewhere, keep_copy, open_board, read_board
 from elastic_trainer.board.state import BoardState, Commit
 
 ADDRESS = "kubernetes://train/llama-board"
