@@ -58,11 +58,22 @@ AIMS: tuple[Aim, ...] = (
     *(
         Aim(
             program="record",
-            key=f"n2048.f419.{command}.cpu_s",
-            what=f"{command} after 419 failures of 2,048 nodes",
+            key=f"n{nodes}.f419.{command}.cpu_s",
+            what=f"{command} after 419 failures of {nodes:,} nodes",
             limit=limit,
         )
+        for nodes in (2048, 12_500)
         for command, limit in _ASKED.items()
+    ),
+    *(
+        Aim(
+            program="record",
+            key=f"n{nodes}.f419.status.mib",
+            what=f"memory of status after 419 failures of {nodes:,} nodes",
+            limit=150,
+            unit="MiB",
+        )
+        for nodes in (2048, 12_500)
     ),
     Aim(
         program="collectives",

@@ -1,6 +1,6 @@
 """What it costs to ask a large run that has failed many times how it is.
 
-    python benchmarks/record.py [--nodes 2048] [--failures 0,20,419] [--folder DIR] [--out FILE]
+    python benchmarks/record.py [--nodes 2048,12500] [--failures 0,20,419] [--folder DIR]
 
 Writes the record of a run of `--nodes` nodes with eight workers each, by the writers that agents
 and workers use, as it is after so many lost nodes, each after `--steps` steps. Then it starts each
@@ -24,6 +24,7 @@ import click
 from common import OUT, ROOT, environment, machine, say, table, write_out
 
 from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.hostlist import folded
 from launcher.record.files import LauncherLog
 
 HOLDFAST = (sys.executable, "-P", "-m", "launcher.cli.main")
@@ -74,7 +75,7 @@ def write_record(run: Path, nodes: int, failures: int, steps: int) -> None:
         lead.epoch = first.epoch = epoch
         starts.append(clock.t)
         lead.emit(
-            "epoch.formed", members=members, spares=[], rung=nodes, layout=LAYOUT,
+            "epoch.formed", members=folded(members), spares=[], rung=nodes, layout=LAYOUT,
             coordinator=members[0], reason=reason,
         )  # fmt: skip
         clock.t += START_S
@@ -171,7 +172,7 @@ def per_failure(found: dict[int, dict[str, Any]]) -> float | None:
 
 
 @click.command()
-@click.option("--nodes", default="2048", show_default=True)
+@click.option("--nodes", default="2048,12500", show_default=True)
 @click.option("--failures", default="0,20,419", show_default=True)
 @click.option("--steps", default=108, show_default=True, help="Steps of 10 s between two.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep the records here.")

@@ -23,10 +23,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from elastic_trainer.record.events import Event
-from launcher.record.event import whole
+from launcher.record.event import node_names, whole
 from launcher.record.timeline import STEPS, EpochSpan, epochs, lineage
 
 CAUSES: Final = ("productive", "redone", "restart", "hang", "other", "idle")
@@ -136,7 +136,7 @@ def attempts(events: Sequence[Event]) -> list[AttemptTime]:
         of_attempt = events[index:after]
         ended = [each for each in of_attempt if each.event == "run.ended"]
         asked = [whole(each, "nodes") for each in of_attempt if each.event == "run.started"]
-        nodes = max([*asked, *(len(_nodes_of(each)) for each in of_attempt)], default=0)
+        nodes = max([*asked, *map(_nodes_of, of_attempt)], default=0)
         last_t = (ended or of_attempt)[-1].t_unix
         told = ended[-1].fields.get("code") if ended else None
         code = told if isinstance(told, int) else None
@@ -154,11 +154,11 @@ def _begin(events: Sequence[Event], started: int) -> int:
     return begin
 
 
-def _nodes_of(event: Event) -> list[Any]:
+def _nodes_of(event: Event) -> int:
+    """Return the number of members and spares of an epoch; 0 of any other event."""
     if event.event != "epoch.formed":
-        return []
-    parts = (event.fields.get("members"), event.fields.get("spares"))
-    return [node for part in parts if isinstance(part, list) for node in part]
+        return 0
+    return sum(len(node_names(event.fields.get(part))) for part in ("members", "spares"))
 
 
 def _slices(begun: Iterable[AttemptTime], events: Sequence[Event]) -> Iterator[_Slice]:

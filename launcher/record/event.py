@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.events import Event
+from elastic_trainer.record.hostlist import HostList
 
 _MAX_LINE: Final = 150
 """Characters of one line; errors of libraries can be long, the logs have all of them."""
@@ -18,12 +19,15 @@ _MAX_NUMBER: Final = 1e300
 """Larger values were not measured: infinite, or too long for a float."""
 
 
-def node_names(raw: Any) -> tuple[str, ...]:
-    """Return node names from an event's member list (names, or mappings with `node`)."""
+def node_names(raw: Any) -> Sequence[str]:
+    """Return node names from an event's member list: names, mappings with `node`, or ranges."""
+    if isinstance(raw, str):
+        try:
+            return HostList(raw)
+        except ValueError:
+            return ()
     if not isinstance(raw, list | tuple):
         return ()
-    if set(map(type, raw)) <= {str}:  # thousands, of each of hundreds of epochs
-        return tuple(raw)
     return tuple(str(item.get("node")) if isinstance(item, dict) else str(item) for item in raw)
 
 
@@ -77,7 +81,7 @@ def _epoch_formed(event: Event) -> str:
     return f"{text} ({fields['reason']})" if fields.get("reason") else text
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return " ".join(names[:_MOST_NAMES]) + more
 

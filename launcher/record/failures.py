@@ -174,14 +174,14 @@ def _by_epoch(events: Iterable[Event], spans: Sequence[EpochSpan]) -> list[list[
         index = max(bisect_right(formed, event.t_unix) - 1, 0)
         if event.event != "fault.injected":
             now = spans[index]
-            if now.members and event.node is not None and event.node not in now.nodes:
+            if now.members and event.node is not None and not now.has(event.node):
                 continue
             index = index if event.epoch is None else numbered.get(event.epoch, index)
         elif event.fields.get("action") in _NODE_KILLS:
             killed[event.node] = index
         if event.event == "member.lost":
             member = _member(event)
-            had = (i for i in range(index, -1, -1) if member in spans[i].nodes)
+            had = (i for i in range(index, -1, -1) if spans[i].has(member))
             index = killed.get(member, next(had, index))
         victims = node_names(event.fields.get("victims"))
         if victims and all(killed.get(node, index) < index for node in victims):

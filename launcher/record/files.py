@@ -31,15 +31,13 @@ NEWEST: Final = 6_000
 """So many events are read of those of which the newest are wanted."""
 _STEPS_AND_PHASES: Final = ("step.", "script.progress", "recovery.phase")
 """Beginnings of the names of events of which a run's present state needs the newest only."""
-_NEWEST_EPOCHS: Final = 16
-"""Of so many epochs of a file it needs the members."""
 MOST_EVENTS: Final = 200_000
 """So many are kept of a record that is followed: some 200 MB."""
 _EVENT: Final = b'"event":"'
-_OF_EPOCH, _MEMBERS, _END = b'epoch.formed"', b'"members":["', b'"]'
 _OF_START, _OF_EXIT, _OF_NONE = b'worker.started"', b'worker.exit"', b'"kind":null'
 """Agents once wrote these for each worker at each start, of those they had killed too."""
 _SAYS_WHEN: Final = re.compile(rb'"t_unix":([0-9]+\.?[0-9]*)(?:,"t_mono":[^,]*,"epoch":([0-9]+))?')
+_BLOCK_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
 _CLOCK_SLACK_S: Final = 3600.0
@@ -53,8 +51,8 @@ class RunRecord:
     A last line without its newline is left for a later poll. Of events whose names begin with one
     of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
     Those `without` are not read. Of a file's events `next_to` only the last before and the first
-    after each other event of the run are, and of each epoch. Of a file's epochs, all but the newest
-    `epochs` come without their members. Without `keep`, `events` stays empty: polls return enough.
+    after each other event of the run are, and of each epoch. Without `keep`, `events` stays empty:
+    polls return enough.
     """
 
     def __init__(
@@ -64,10 +62,9 @@ class RunRecord:
         newest: Collection[str] = (),
         without: Collection[str] = (),
         next_to: Collection[str] = (),
-        epochs: int | None = None,
         keep: bool = True,
     ) -> None:
-        self.run_dir, self._epochs, self._keep = run_dir, epochs, keep
+        self.run_dir, self._keep = run_dir, keep
         self.events: list[Event] = []
         """What was read so far, by `t_unix`, and not forgotten."""
         self._newest = tuple(name.encode() for name in newest)
@@ -114,10 +111,9 @@ class RunRecord:
         """Return the new lines of a file, of the events `newest` as many as may be wanted."""
         found: list[bytes] = []
         places: deque[int] = deque()
-        formed: deque[int] = deque()
         offset = self._offsets.get(path, 0)
         for line in _lines(path, offset):
-            offset += len(line)
+            offset += len(line) + 1
             at = line.find(_EVENT) + len(_EVENT)
             if line.startswith(self._without, at):
                 if _OF_NONE in line or not line.startswith(_OF_EXIT, at):
@@ -126,23 +122,9 @@ class RunRecord:
                 places.append(len(found))
                 if len(places) > NEWEST:
                     found[places.popleft()] = b""
-            elif self._epochs is not None and line.startswith(_OF_EPOCH, at):
-                formed.append(len(found))
-                if len(formed) > self._epochs:
-                    older = formed.popleft()
-                    found[older] = _without_members(found[older])
             found.append(line)
         self._offsets[path] = offset
         return list(filter(None, found))
-
-
-def _without_members(line: bytes) -> bytes:
-    """Return an epoch without the names of its members, before it is decoded."""
-    begin = line.find(_MEMBERS)
-    if begin < 0 or b"\\" in line:  # a name may have a quotation mark, and a bracket behind it
-        return line
-    end = line.find(_END, begin + len(_MEMBERS))
-    return line if end < 0 else line[: begin + len(_MEMBERS) - 1] + line[end + 1 :]
 
 
 def _only_next_to(files: list[list[bytes]], names: tuple[bytes, ...]) -> list[list[bytes]]:
@@ -192,7 +174,7 @@ def _written_unix(line: bytes) -> float:
 
 def present_record(run_dir: Path, *, keep: bool = True) -> RunRecord:
     """Return a record of the events that a run's present state needs."""
-    return RunRecord(run_dir, newest=_STEPS_AND_PHASES, epochs=_NEWEST_EPOCHS, keep=keep)
+    return RunRecord(run_dir, newest=_STEPS_AND_PHASES, keep=keep)
 
 
 def events_named(
@@ -282,15 +264,16 @@ def _looked_at(path: str) -> tuple[str, os.stat_result]:
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the whole lines of a file from byte `start` on, where one begins."""
+    """Yield the whole lines of a file from byte `start` on, where one begins; not their ends."""
+    begun = b""  # the rest of the last line may be written while we look
     with open_regular(Path(path)) as file:
         file.seek(start)
-        while line := file.readline(_MAX_LINE_BYTES):
-            if not line.endswith(b"\n"):
-                if len(line) == _MAX_LINE_BYTES:
-                    skipped(path, "a line is too long to be an event")
-                return  # the rest may be written while we look
-            yield line
+        while block := file.read(_BLOCK_BYTES):
+            *lines, begun = (begun + block).split(b"\n")
+            yield from lines
+            if len(begun) > _MAX_LINE_BYTES:
+                skipped(path, "a line is too long to be an event")
+                return
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:

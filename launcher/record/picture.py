@@ -109,8 +109,9 @@ def _node_states(events: Iterable[Event], status: TrainingStatus) -> dict[str, N
         if event.event in ("step.completed", "epoch.formed"):
             stalled = [name for name, state in found.items() if state is NodeState.STALLED]
             found |= dict.fromkeys(stalled, NodeState.WORKS)
-        elif ours and event.event == "worker.stalled" and event.node in status.members:
-            found[event.node] = NodeState.STALLED
+        elif ours and event.event == "worker.stalled" and event.node is not None:
+            if event.node in status.members:
+                found[event.node] = NodeState.STALLED
         elif ours and event.event == "worker.slow" and event.fields.get("member") in found:
             found[event.fields["member"]] = NodeState.SLOW
     found |= dict.fromkeys(status.lost, NodeState.LOST)

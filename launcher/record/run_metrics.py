@@ -5,6 +5,7 @@ No series is per rank or per node: at 16,384 ranks a run has some sixty. Events 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,6 +15,7 @@ from launcher.record.event import node_names, number, whole
 
 STEP_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 """Upper bounds of a step's duration."""
+_BOUNDS: Final = (*STEP_BUCKETS_S, float("inf"))
 OUTCOMES: Final = ("completed", "redone", "skipped")
 COUNTED: Final = {
     "member.evicted": "nodes_excluded",
@@ -104,8 +106,7 @@ class RunMetrics:
                 self.values[name] = value
         if (seconds := number(event, "step_s")) is not None:
             self.step_s += seconds
-            bounds = (bound for bound in STEP_BUCKETS_S if seconds <= bound)
-            self.buckets[next(bounds, float("inf"))] += 1
+            self.buckets[_BOUNDS[bisect_left(STEP_BUCKETS_S, seconds)]] += 1
 
     def _take_epoch(self, event: Event) -> None:
         self.state, self.exit_code = "recovering" if self.furthest else "starting", None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from elastic_trainer.plan.command import UNKNOWN_STEPS
@@ -47,8 +47,8 @@ class TrainingStatus:
         self.loss: float | None = None
         self.epoch = 0
         self.layout = ""
-        self.members: tuple[str, ...] = ()
-        self.spares: tuple[str, ...] = ()
+        self.members: Sequence[str] = ()
+        self.spares: Sequence[str] = ()
         self.coordinator = ""
         self.restarts = 0
         self.validation: tuple[int, float] | None = None
@@ -232,8 +232,9 @@ class TrainingStatus:
         if event.event == "member.lost" and member != _NOBODY:
             self.lost[str(member)] = event
         elif event.event == "epoch.formed":
-            for name in (*node_names(fields.get("members")), *node_names(fields.get("spares"))):
-                self.lost.pop(name, None)
+            members, spares = node_names(fields.get("members")), node_names(fields.get("spares"))
+            back = [name for name in self.lost if name in members or name in spares]
+            self.lost = {name: told for name, told in self.lost.items() if name not in back}
         elif event.event in _NOT_LOST:
             self.lost.pop(str(member), None)
         if event.event in EXCLUSIONS:

@@ -196,7 +196,7 @@ def _growths(spans: Iterable[EpochSpan], failed: Iterable[RunFailure]) -> list[d
     for before, after in pairwise(spans):
         if before.epoch in ended_by_failure or len(after.members) <= len(before.members):
             continue
-        pause_s = None
+        pause_s, had = None, {*before.members}
         if before.steps and after.steps:
             last_t = max(done.t for done in before.steps.values())
             pause_s = round(min(done.t for done in after.steps.values()) - last_t, 3)
@@ -204,7 +204,7 @@ def _growths(spans: Iterable[EpochSpan], failed: Iterable[RunFailure]) -> list[d
             {
                 "epoch": after.epoch,
                 "step": before.last_step,
-                "joined": [node for node in after.members if node not in before.members],
+                "joined": [node for node in after.members if node not in had],
                 "layout": after.layout,
                 "pause_s": pause_s,
             }

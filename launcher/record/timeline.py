@@ -36,9 +36,9 @@ class EpochSpan:
 
     epoch: int
     formed_t: float
-    members: tuple[str, ...] = ()
+    members: Sequence[str] = ()
     """Names of the nodes that run workers, in rank order."""
-    spares: tuple[str, ...] = ()
+    spares: Sequence[str] = ()
     layout: str = "?"
     resume_step: int | None = None
     """The step whose state it started from; None before its trainers are ready."""
@@ -59,10 +59,9 @@ class EpochSpan:
         """Whether `resume_step` is where it has resumed, and not where it is taken to have."""
         return self.resume_step is not None and self.by != "unsure"
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Its members and spares."""
-        return self.members + self.spares
+    def has(self, node: str | None) -> bool:
+        """Whether the node is a member or a spare."""
+        return node in self.members or node in self.spares
 
     @property
     def last_step(self) -> int:

@@ -87,6 +87,7 @@ from elastic_trainer.record.failures import (
     EXIT_TOO_FEW_NODES,
     Kind,
 )
+from elastic_trainer.record.hostlist import folded
 from elastic_trainer.worker.heartbeat import Request
 
 GROW_SETTLE_S: Final = 2.0
@@ -767,8 +768,8 @@ class Coordinator(Role):
         ctx.adopt(formed)
         ctx.log(
             "epoch.formed",
-            members=[m.node for m in members],
-            spares=[m.node for m in spares],
+            members=folded([m.node for m in members]),
+            spares=folded([m.node for m in spares]),
             rung=rung.num_nodes,
             layout=str(rung.layout),
             coordinator=ctx.me.node,

@@ -184,7 +184,7 @@ def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
     runs = JobStatus(
         state=JobState.RUNNING,
         words="by its own record; no platform is asked about a job that was submitted by hand",
-        nodes=training.members,
+        nodes=tuple(training.members),
         source="record",
     )
     wrong = findings("", runs, training, now_unix=time.time())

@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_record import config_of
 
 from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
+from elastic_trainer.record.hostlist import folded
+from launcher.record.cost import gpu_time_since
 from launcher.record.event import describe
 from launcher.record.failures import failures
 from launcher.record.files import LauncherLog, RunRecord, events_named, present_record, workers_of
+from launcher.record.run_metrics import RunMetrics
+from launcher.record.status import TrainingStatus
 from launcher.record.timeline import epochs
 from launcher.spec.errors import UserError
 
@@ -107,18 +113,43 @@ def test_the_steps_next_to_other_events_tell_the_same_of_failures(tmp_path_facto
     assert [each.to_json(0.0) for each in found[0]] == [each.to_json(0.0) for each in found[1]]
 
 
-@given(st.text(max_size=6), st.lists(st.text(max_size=6), max_size=2))
-def test_of_older_epochs_only_the_members_are_left_out(tmp_path_factory, name, spares):
-    run = tmp_path_factory.mktemp("run")
-    log = LauncherLog(run, "agent-n0")
-    for epoch in range(20):
-        about = {"members": [name, "n1"], "spares": spares, "rung": 2, "reason": name}
-        log.emit("epoch.formed", epoch=epoch, **about)
-    whole, found = RunRecord(run).poll(), present_record(run).poll()
-    assert found[4:] == whole[4:]
-    for event, other in zip(found[:4], whole[:4], strict=True):
-        plain = "\\" not in other.encode()
-        assert event.fields == other.fields | ({"members": []} if plain else {})
+@given(st.lists(st.integers(0, 99), max_size=6), st.integers(65, 100))
+def test_a_large_run_reads_alike_with_names_as_ranges(tmp_path_factory, lost, nodes):
+    names = [f"rack{number // 8}-n{number % 8:02}" for number in range(nodes)]
+    runs = [tmp_path_factory.mktemp("run") for _ in range(2)]
+    for run, written in zip(runs, (list, folded), strict=True):
+        now = [100.0]
+        log = LauncherLog(run, "agent-n0", wall=partial(now.__getitem__, 0))
+        members = names
+        for epoch, index in enumerate([None, *lost], 1):
+            if index is not None:
+                now[0] += 5.0
+                victim = names[index % nodes]
+                log.emit("member.lost", epoch=epoch - 1, member=victim, host=victim, reason="r")
+                members = [name for name in names if name != victim]
+            spares = [name for name in names if name not in members]
+            about = {"members": written(members), "spares": written(spares), "layout": "dp4"}
+            log.emit("epoch.formed", epoch=epoch, coordinator="n0", reason="r", **about)
+            now[0] += 5.0
+            log.emit("step.completed", epoch=epoch, step=epoch, rank=0, node="n0", tokens=1)
+    by_name, by_range = (RunRecord(run).poll() for run in runs)
+    assert type(by_range[0].fields["members"]) is str
+    assert told(by_name) == told(by_range)
+
+
+def told(events):
+    """Return what status, why, cost and metrics make of a record."""
+    metrics = RunMetrics()
+    for event in events:
+        metrics.add(event)
+    spans = epochs(events)
+    return [
+        TrainingStatus(config_of(), events).to_json(),
+        [describe(event) for event in events],
+        [failure.to_json(0.0) for failure in failures(events, spans)],
+        gpu_time_since(events, 0.0, gpus_per_node=8).by_cause,
+        metrics,
+    ]
 
 
 def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_path):
