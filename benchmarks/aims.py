@@ -44,7 +44,7 @@ def _recovery(key: str, what: str, limit: float) -> Aim:
 
 
 _ASKED: dict[str, float] = {"status": 0.6, "why": 1.5, "metrics": 1.0, "report": 20.0}
-"""Command -> processor seconds that it may take on a run of 2,048 nodes."""
+"""Command -> processor seconds that it may take on a run of thousands of nodes."""
 
 AIMS: tuple[Aim, ...] = (
     Aim(program="check_time", key="check_s", what="check of 16,384 GPUs", limit=1.0),
@@ -74,6 +74,33 @@ AIMS: tuple[Aim, ...] = (
             unit="MiB",
         )
         for nodes in (2048, 12_500)
+    ),
+    *(
+        Aim(
+            program="record",
+            key=f"n{nodes}.f419.redraw_s",
+            what=f"redraw of watch after 419 failures of {nodes:,} nodes",
+            limit=0.1,
+        )
+        for nodes in (2048, 12_500)
+    ),
+    *(
+        Aim(
+            program="daemons",
+            key=f"{daemon}.{key}_ratio",
+            what=f"{daemon}: {what} a look at the end of a month, of that on day 9",
+            limit=limit,
+            unit="x",
+        )
+        for daemon in ("metrics", "notify", "track", "watch")
+        for key, what, limit in (("mib", "memory", 1.1), ("cpu", "processor time", 1.5))
+    ),
+    Aim(
+        program="record",
+        key="n12500.month_gb",
+        what="events of a month of 2,400 failures of 12,500 nodes",
+        limit=2.0,
+        unit="GB",
     ),
     Aim(
         program="collectives",

@@ -23,9 +23,12 @@ from typing import Any
 import click
 from common import OUT, ROOT, environment, machine, say, table, write_out
 
-from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.hostlist import folded
 from launcher.record.files import LauncherLog
+from launcher.runs.runs import find_run
+from launcher.runs.watching.screen import Page, screen
+from launcher.runs.watching.watch import Following
 
 HOLDFAST = (sys.executable, "-P", "-m", "launcher.cli.main")
 WORKERS = 8
@@ -34,6 +37,7 @@ STEP_S, START_S = 10.0, 30.0
 KEPT_STARTS = 300
 """Older ones are no longer in a node's own file."""
 BEGAN_UNIX = 1795000000.0
+MONTH_FAILURES = 30 * 24 * 60 // 18
 COMMANDS = {
     "status": ("status", "{run}"),
     "list": ("list", "--runs", "{folder}"),
@@ -115,10 +119,9 @@ def write_record(run: Path, nodes: int, failures: int, steps: int) -> None:
         own.close(60.0)
 
 
-def size_mib(run: Path) -> float:
-    """Return the size of a run's record."""
-    parts = [run / "events", run / "nodes"]
-    return sum(path.stat().st_size for part in parts for path in part.iterdir()) / 2**20
+def size_mib(folder: Path) -> float:
+    """Return the size of a part of a run's record."""
+    return sum(path.stat().st_size for path in folder.iterdir()) / 2**20
 
 
 def cost(words: list[str]) -> dict[str, float]:
@@ -160,7 +163,22 @@ def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, A
     for command, words in COMMANDS.items():
         costs[command] = cost([word.format(**where) for word in words])
         say(f"{nodes} nodes, {failures} failures: {command} {costs[command]}")
-    return {"mib": round(size_mib(run), 2), **costs}
+    mib = {f"{part}_mib": round(size_mib(run / part), 2) for part in ("events", "nodes")}
+    return {**mib, **costs, "redraw_s": redraw_s(run)}
+
+
+def redraw_s(run: Path) -> float:
+    """Return the processor seconds in which `watch` takes a step in and draws its slowest page."""
+    following = Following(find_run(str(run), run.parent))
+    following.look()
+    taken = []
+    for page in Page:
+        LauncherLog(run, "worker-last", wall=time.time).emit("step.completed", step=1, tokens=1)
+        begun = time.process_time()
+        following.look()
+        screen(following.known, page, width=200, height=60)
+        taken.append(time.process_time() - begun)
+    return round(max(taken), 3)
 
 
 def per_failure(found: dict[int, dict[str, Any]]) -> float | None:
@@ -168,7 +186,15 @@ def per_failure(found: dict[int, dict[str, Any]]) -> float | None:
     fewest, *others = sorted(found)
     if not others:
         return None
-    return round((found[others[0]]["mib"] - found[fewest]["mib"]) / (others[0] - fewest), 3)
+    grown = [found[lost]["events_mib"] + found[lost]["nodes_mib"] for lost in (others[0], fewest)]
+    return round((grown[0] - grown[1]) / (others[0] - fewest), 3)
+
+
+def month_gb(found: dict[int, dict[str, Any]], nodes: int) -> float:
+    """Return the size of a month's record, a failure every 18 minutes, the nodes' files full."""
+    most = max(found)
+    events = found[most]["events_mib"] * 2**20 / max(1, most) * MONTH_FAILURES
+    return round((events + 2 * NODE_BYTES * nodes) / 1e9, 2)
 
 
 @click.command()
@@ -187,11 +213,23 @@ def main(nodes: str, failures: str, steps: int, folder: Path | None, out: Path |
                 for lost in map(int, failures.split(","))
             }
             costs = {f"f{lost}": row for lost, row in found.items()}
-            result[f"n{each}"] = {"mib_per_failure": per_failure(found), **costs}
+            sizes = {"mib_per_failure": per_failure(found), "month_gb": month_gb(found, each)}
+            result[f"n{each}"] = {**sizes, **costs}
             for lost, row in found.items():
                 cells = [f"{row[key]['cpu_s']} s, {row[key]['mib']} MiB" for key in COMMANDS]
-                rows.append([each, lost, row["mib"], *cells])
-    text = table(["nodes", "failures", "record, MiB", *COMMANDS], rows)
+                rows.append(
+                    [
+                        each,
+                        lost,
+                        row["events_mib"],
+                        row["nodes_mib"],
+                        *cells,
+                        f"{row['redraw_s']} s",
+                    ]
+                )
+    text = table(
+        ["nodes", "failures", "events, MiB", "nodes, MiB", *COMMANDS, "redraw of watch"], rows
+    )
     write_out(f"{where}\n\n{text}\n\n{json.dumps(result)}", out)
 
 

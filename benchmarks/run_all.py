@@ -36,6 +36,7 @@ PROGRAMS: dict[str, list[str]] = {
     "hang": ["--repeats", "1", "--only", "holdfast"],
     "snapshot": ["--small", "--only", "sizes,stall,reshard"],
     "record": ["--nodes", "16", "--failures", "0,2"],
+    "daemons": ["--days", "9"],
     "membership": ["--repeats", "1", "--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
 }

@@ -63,12 +63,13 @@ def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) ->
                 known |= dict(opened)
             else:
                 known |= {path: _open(path, names, writer, asked=True) for path in fresh}
-            left = [each for each in known.values() if each is not None and not each.is_over]
+            left = [each for each in known.values() if each is not None]
             if run is None:
                 _of_each(left, lambda each: each.poll(at_once=once))
             else:
                 for each in left:
                     each.poll(at_once=once)
+            known |= {each.run_dir: None for each in left if each.is_over}  # a month has hundreds
             if once or (run is not None and all(each.is_over for each in left)):
                 return EXIT_DONE
             threading.Event().wait(_EVERY_S)

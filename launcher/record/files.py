@@ -49,7 +49,7 @@ class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
     A last line without its newline is left for a later poll. Of events whose names begin with one
-    of `newest` the first poll reads the newest only, and then no more than MOST_EVENTS are kept.
+    of `newest` the first poll reads the newest only, and later ones keep about as many.
     Those `without` are not read. Of a file's events `next_to` only the last before and the first
     after each other event of the run are, and of each epoch. Without `keep`, `events` stays empty:
     polls return enough.
@@ -73,6 +73,8 @@ class RunRecord:
         if newest or without:
             self._without += (_OF_START, _OF_EXIT)
         self._offsets: dict[str, int] = {}
+        self._full = 2 * NEWEST
+        """With more events than these, some may be forgotten."""
 
     def poll(self) -> list[Event]:
         """Read what is new and return it, by `t_unix`. There may be no file yet.
@@ -93,9 +95,19 @@ class RunRecord:
             fresh.sort(key=_T_UNIX)
             self.events += fresh if self._keep else ()
             self.events.sort(key=_T_UNIX)  # nearly sorted: little more than one pass
-            if self._newest and len(self.events) > MOST_EVENTS:
-                del self.events[: -MOST_EVENTS // 2]
+            if self._newest and len(self.events) > self._full:
+                self._drop_older()
         return fresh
+
+    def _drop_older(self) -> None:
+        """Keep what a record that is opened now would read, so that following one takes no more."""
+        names = tuple(name.decode() for name in self._newest)
+        places = [i for i, event in enumerate(self.events) if event.event.startswith(names)]
+        older = {*places[:-NEWEST]}
+        self.events = [event for i, event in enumerate(self.events) if i not in older]
+        if len(self.events) > MOST_EVENTS:
+            del self.events[: -MOST_EVENTS // 2]
+        self._full = len(self.events) + NEWEST
 
     def forget(self, before_unix: float) -> None:
         """Drop the events before, but those of the epoch that ran then."""

@@ -104,14 +104,16 @@ def picture(
 def _node_states(events: Iterable[Event], status: TrainingStatus) -> dict[str, NodeState]:
     found = dict.fromkeys(status.spares, NodeState.SPARE)
     found |= dict.fromkeys(status.members, NodeState.WORKS)
+    stalled: set[str] = set()
     for event in events:
         ours = event.epoch == status.epoch
         if event.event in ("step.completed", "epoch.formed"):
-            stalled = [name for name, state in found.items() if state is NodeState.STALLED]
-            found |= dict.fromkeys(stalled, NodeState.WORKS)
+            found |= {name: NodeState.WORKS for name in stalled if found[name] is NodeState.STALLED}
+            stalled.clear()
         elif ours and event.event == "worker.stalled" and event.node is not None:
             if event.node in status.members:
                 found[event.node] = NodeState.STALLED
+                stalled.add(event.node)
         elif ours and event.event == "worker.slow" and event.fields.get("member") in found:
             found[event.fields["member"]] = NodeState.SLOW
     found |= dict.fromkeys(status.lost, NodeState.LOST)

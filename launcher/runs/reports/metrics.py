@@ -47,13 +47,21 @@ class _Followed:
         self._gpus = run_dirs.load(run.path).gpus_per_node
 
     def poll(self, now_unix: float) -> None:
-        for event in self._record.poll():
+        fresh = self._record.poll()
+        for event in fresh:
             self.metrics.add(event)
             self.ended_unix = event.t_unix if self.metrics.state == "ended" else None
+        if not fresh and self.is_old(now_unix):
+            self._record.events.clear()
+            return
         self._record.forget(now_unix - GOODPUT_S)
         spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
         self.spent, total = spent.by_cause, spent.allocated
         self.goodput = self.spent["productive"] / total if total else None
+
+    def is_old(self, now_unix: float) -> bool:
+        """Whether it has ended so long ago that nobody is shown it."""
+        return self.ended_unix is not None and now_unix - self.ended_unix >= FORGET_S
 
     def labelled(self) -> dict[str, Mapping[str, float]]:
         """Return the values of _LABELLED by label."""
@@ -105,11 +113,7 @@ class RunsCollector:
 
         with self._lock:
             now = self._wall()
-            shown = [
-                each
-                for each in self._runs.values()
-                if each.ended_unix is None or now - each.ended_unix < FORGET_S
-            ]
+            shown = [each for each in self._runs.values() if not each.is_old(now)]
             unread = len(self.problems)
         yield GaugeMetricFamily("holdfast_unread_runs", "Runs that cannot be read.", unread)
         yield from _newest(shown)

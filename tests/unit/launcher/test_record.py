@@ -12,6 +12,7 @@ from synthetic_record import config_of
 from elastic_trainer.record.event_log import NODE_BYTES, EventLog
 from elastic_trainer.record.events import EVENTS, Event
 from elastic_trainer.record.hostlist import folded
+from launcher.record import files
 from launcher.record.cost import gpu_time_since
 from launcher.record.event import describe
 from launcher.record.failures import failures
@@ -150,6 +151,21 @@ def told(events):
         gpu_time_since(events, 0.0, gpus_per_node=8).by_cause,
         metrics,
     ]
+
+
+def test_following_a_run_for_a_month_keeps_no_more_than_opening_its_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "NEWEST", 20)
+    log, followed = LauncherLog(tmp_path, "a", wall=iter(map(float, range(9999))).__next__), None
+    for epoch in range(50):
+        log.emit("epoch.formed", epoch=epoch, members=["n0"], spares=[])
+        for step in range(10):
+            log.emit("step.completed", epoch=epoch, step=10 * epoch + step)
+        followed = followed or present_record(tmp_path)
+        followed.poll()
+        assert len(followed.events) <= 60 + epoch
+    opened = present_record(tmp_path).poll()
+    assert len(opened) == 50 + 20
+    assert [each for each in followed.events if each in opened] == opened
 
 
 def test_a_record_of_an_agent_that_told_of_each_worker_gives_the_same_state(tmp_path):
