@@ -25,6 +25,7 @@ from common import ROOT, environment, say
 
 from elastic_trainer.record.events import Event
 from launcher.plan.search import plan
+from launcher.record.event import node_names
 from launcher.render.local import render_local
 from launcher.spec.reading import load_spec
 
@@ -301,7 +302,7 @@ def completed(events: Iterable[Event]) -> Steps:
     for e in events:
         match e.event:
             case "epoch.formed":
-                nodes[e.epoch] = len(e.fields["members"])
+                nodes[e.epoch] = len(node_names(e.fields["members"]))
             case "step.completed":
                 steps.append(Step(e.t_unix, e.epoch or 0, e.step or 0, nodes.get(e.epoch, 0)))
     return steps

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 
 FEW: Final = 64
 """So many names are written one by one."""
-MOST: Final = 1_000_000
+MOST: Final = 100_000
 """Names of a list that is read; a longer one is damaged."""
+_MOST_DIGITS: Final = 9
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._-]+")
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,9})")
 _RANGE: Final = re.compile(r"([A-Za-z0-9._-]+)(?:\[([0-9]{1,9})-([0-9]{1,9})\])?")
@@ -54,9 +55,9 @@ class _Range(NamedTuple):
         if not self.width or not name.startswith(self.prefix):
             return name == self.prefix
         number = name[len(self.prefix) :]
-        if not (number.isascii() and number.isdecimal() and self.first <= int(number) <= self.last):
+        if len(number) > _MOST_DIGITS or not (number.isascii() and number.isdecimal()):
             return False
-        return name == self.name(int(number))
+        return self.first <= int(number) <= self.last and name == self.name(int(number))
 
 
 class HostList(Sequence[str]):
@@ -90,15 +91,11 @@ class HostList(Sequence[str]):
             return next(islice(self, places, None))
         return tuple(islice(self, places.start, places.stop, places.step))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
 
 @lru_cache(maxsize=8)
 def _ranges(text: str) -> tuple[_Range, ...]:
+    if text.count(",") >= MOST:
+        raise ValueError(f"a list of {text.count(','):,} hosts")
     found = []
     for part in text.split(","):
         split = _RANGE.fullmatch(part)

@@ -233,8 +233,8 @@ class TrainingStatus:
             self.lost[str(member)] = event
         elif event.event == "epoch.formed":
             members, spares = node_names(fields.get("members")), node_names(fields.get("spares"))
-            back = [name for name in self.lost if name in members or name in spares]
-            self.lost = {name: told for name, told in self.lost.items() if name not in back}
+            away = [name for name in self.lost if name not in members and name not in spares]
+            self.lost = {name: self.lost[name] for name in away}
         elif event.event in _NOT_LOST:
             self.lost.pop(str(member), None)
         if event.event in EXCLUSIONS:
