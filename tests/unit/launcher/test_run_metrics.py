@@ -135,6 +135,13 @@ def test_the_runs_of_a_folder_are_served_and_forgotten_after_their_end(tmp_path)
     found = samples(collector)
     assert found["holdfast_step", "one", "one"] == 2.0
     assert ("holdfast_exit_code", "over", "over") not in found
+    assert collector._runs[tmp_path / "over"]._record.events == [], "a month has hundreds of them"
+    with (tmp_path / "over" / "events" / "a.jsonl").open("a") as file:
+        file.write(event("run.started", t=now[0], nodes=1).encode())
+        file.write(event("epoch.formed", t=now[0], epoch=2, members=["a"]).encode())
+        file.write(event("step.completed", t=now[0] + 1, step=2, epoch=2).encode())
+    collector.poll()
+    assert samples(collector)["holdfast_step", "over", "over"] == 2.0, "it was resumed"
 
 
 def test_totals_are_of_the_whole_run_and_memory_of_the_last_hour(tmp_path, monkeypatch):
