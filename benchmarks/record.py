@@ -38,6 +38,8 @@ KEPT_STARTS = 300
 """Older ones are no longer in a node's own file."""
 BEGAN_UNIX = 1795000000.0
 MONTH_FAILURES = 30 * 24 * 60 // 18
+PICTURE_S = 5.0
+"""A picture is due by then."""
 COMMANDS = {
     "status": ("status", "{run}"),
     "list": ("list", "--runs", "{folder}"),
@@ -168,12 +170,17 @@ def measured(folder: Path, nodes: int, failures: int, steps: int) -> dict[str, A
 
 
 def redraw_s(run: Path) -> float:
-    """Return the processor seconds in which `watch` takes a step in and draws its slowest page."""
+    """Return the processor seconds in which `watch` takes a step in and draws its slowest page.
+
+    With the picture of the run, which is made anew every other look or more seldom.
+    """
     following = Following(find_run(str(run), run.parent))
     following.look()
+    screen(following.known, Page.OVERVIEW, width=200, height=60)
     taken = []
     for page in Page:
         LauncherLog(run, "worker-last", wall=time.time).emit("step.completed", step=1, tokens=1)
+        time.sleep(PICTURE_S)
         begun = time.process_time()
         following.look()
         screen(following.known, page, width=200, height=60)

@@ -71,18 +71,16 @@ class HostList(Sequence[str]):
         Raises:
             ValueError: it is none, or has more than MOST names.
         """
-        self._text, self._len = text, sum(r.last - r.first + 1 for r in _ranges(text))
-        if self._len > MOST:
-            raise ValueError(f"a list of {self._len:,} hosts")
+        self._text, self._len = text, _ranges(text)[1]
 
     def __len__(self) -> int:
         return self._len
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and any(each.has(name) for each in _ranges(self._text))
+        return isinstance(name, str) and any(each.has(name) for each in _ranges(self._text)[0])
 
     def __iter__(self) -> Iterator[str]:
-        for each in _ranges(self._text):
+        for each in _ranges(self._text)[0]:
             yield from map(each.name, range(each.first, each.last + 1))
 
     def __getitem__(self, index: Any) -> Any:
@@ -93,7 +91,8 @@ class HostList(Sequence[str]):
 
 
 @lru_cache(maxsize=8)
-def _ranges(text: str) -> tuple[_Range, ...]:
+def _ranges(text: str) -> tuple[tuple[_Range, ...], int]:
+    """Return the ranges, and how many names they have."""
     if text.count(",") >= MOST:
         raise ValueError(f"a list of {text.count(','):,} hosts")
     found = []
@@ -103,4 +102,6 @@ def _ranges(text: str) -> tuple[_Range, ...]:
             raise ValueError(f"no list of hosts: {part[:80]!r}")
         prefix, first, last = split.groups()
         found.append(_Range(prefix, int(first), int(last), len(first)) if first else _Range(prefix))
-    return tuple(found)
+    if (names := sum(each.last - each.first + 1 for each in found)) > MOST:
+        raise ValueError(f"a list of {names:,} hosts")
+    return tuple(found), names

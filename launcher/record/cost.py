@@ -101,17 +101,22 @@ def gpu_time_by_month(
     """
     found: dict[str, GpuTime] = {}
     begun = attempts(events)
-    for each in (*_slices(begun, events), *_waits(begun, submitted)):
+    for each in (*_slices(begun, events, epochs(events)), *_waits(begun, submitted)):
         for month, seconds in _by_month(each.begun_t, each.ended_t):
             account = found.setdefault(month, GpuTime())
             account.spend(each.cause, seconds * each.nodes * gpus_per_node)
     return dict(sorted(found.items()))
 
 
-def gpu_time_since(events: Sequence[Event], begun_t: float, *, gpus_per_node: int) -> GpuTime:
-    """Return what the run's GPUs were used for from `begun_t` on, unix seconds."""
+def gpu_time_since(
+    events: Sequence[Event], spans: Sequence[EpochSpan], begun_t: float, *, gpus_per_node: int
+) -> GpuTime:
+    """Return what the run's GPUs were used for from `begun_t` on, unix seconds.
+
+    `spans` are the epochs of `events`.
+    """
     found = GpuTime()
-    for each in _slices(attempts(events), events):
+    for each in _slices(attempts(events), events, spans):
         seconds = max(0.0, each.ended_t - max(each.begun_t, begun_t))
         found.spend(each.cause, seconds * each.nodes * gpus_per_node)
     return found
@@ -161,9 +166,10 @@ def _nodes_of(event: Event) -> int:
     return sum(len(node_names(event.fields.get(part))) for part in ("members", "spares"))
 
 
-def _slices(begun: Iterable[AttemptTime], events: Sequence[Event]) -> Iterator[_Slice]:
+def _slices(
+    begun: Iterable[AttemptTime], events: Sequence[Event], spans: Sequence[EpochSpan]
+) -> Iterator[_Slice]:
     """Divide attempts: before the first epoch all GPUs do one thing, then members and others."""
-    spans = epochs(events)
     counts = {(done.epoch, done.step) for done in lineage(spans)}
     hung = {each.epoch for each in events if each.event == "worker.hung"}
     parked = [each.t_unix for each in events if each.event == "membership.parked"]

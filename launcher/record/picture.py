@@ -95,7 +95,7 @@ def picture(
         step_s=sum(timed) / len(timed) if timed else None,
         mfu=counted[-1].mfu if counted else None,
         goodput=busy_s / (last_t - begun_t) if busy_s and last_t > begun_t else None,
-        spent=gpu_time_since(events, begun_t, gpus_per_node=gpus_per_node),
+        spent=gpu_time_since(events, spans, begun_t, gpus_per_node=gpus_per_node),
         window_s=last_t - begun_t,
         failures=failures(events, spans, lost),
     )

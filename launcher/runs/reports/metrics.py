@@ -19,6 +19,7 @@ from elastic_trainer.storage.typed import parse_json
 from launcher.record.cost import gpu_time_since
 from launcher.record.files import RunRecord
 from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS, RunMetrics
+from launcher.record.timeline import epochs
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.reports.data import owner_of
 from launcher.runs.runs import StoredRun, find_users_runs
@@ -55,7 +56,8 @@ class _Followed:
             self._record.events.clear()
             return
         self._record.forget(now_unix - GOODPUT_S)
-        spent = gpu_time_since(self._record.events, now_unix - GOODPUT_S, gpus_per_node=self._gpus)
+        events, since_t = self._record.events, now_unix - GOODPUT_S
+        spent = gpu_time_since(events, epochs(events), since_t, gpus_per_node=self._gpus)
         self.spent, total = spent.by_cause, spent.allocated
         self.goodput = self.spent["productive"] / total if total else None
 

@@ -14,6 +14,7 @@ from synthetic_record import STEP_S, Stream, config_of, storm
 
 from launcher.cli.main import run_cli
 from launcher.record.cost import CAUSES, attempts, gpu_time_by_month, gpu_time_since, total
+from launcher.record.timeline import epochs
 
 NODES = [f"node{i}" for i in range(4)]
 
@@ -87,10 +88,10 @@ def test_months_are_divided_at_midnight_utc():
 def test_the_end_of_a_record():
     stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2")
     stream.form(NODES[:3], resume=10).steps(60)
-    whole = gpu_time_since(stream.events, stream.t - 3, gpus_per_node=8)
+    whole = gpu_time_since(stream.events, epochs(stream.events), stream.t - 3, gpus_per_node=8)
     assert whole.allocated == pytest.approx(3 * 32)
     read = [e for e in stream.events if e.epoch == 2]
-    part = gpu_time_since(read, stream.t - 3, gpus_per_node=8)
+    part = gpu_time_since(read, epochs(read), stream.t - 3, gpus_per_node=8)
     assert part.by_cause["productive"] == whole.by_cause["productive"]
     assert part.by_cause["productive"] == pytest.approx(30 * 0.09 * 24, rel=0.04)
 

@@ -148,7 +148,7 @@ def told(events):
         TrainingStatus(config_of(), events).to_json(),
         [describe(event) for event in events],
         [failure.to_json(0.0) for failure in failures(events, spans)],
-        gpu_time_since(events, 0.0, gpus_per_node=8).by_cause,
+        gpu_time_since(events, spans, 0.0, gpus_per_node=8).by_cause,
         metrics,
     ]
 
