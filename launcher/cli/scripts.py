@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -23,9 +21,6 @@ from launcher.cli.common import (
 )
 from launcher.platforms.installed import need
 from launcher.spec.errors import UserError, Where, writing
-
-if TYPE_CHECKING:
-    from launcher.wrap.wrapped_ending import Ending
 
 
 @click.command(cls=AsGiven, add_help_option=False, options_metavar="[FLAGS]")
@@ -74,9 +69,8 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
     `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
     when too few nodes are left. See docs/scripts.md.
     """
-    from launcher.wrap.interpreter import agents_python
+    from launcher.wrap.manifest import is_manifest, wrap_manifest
     from launcher.wrap.wrapped import wrap_script
-    from launcher.wrap.wrapped_manifest import is_manifest, wrap_manifest
 
     notes: list[str] = []
     secrets: tuple[str, ...] = ()
@@ -101,10 +95,8 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
                 "agent can start"
             )
     else:
-        script = wrap_script(text)
-        wrapped, notes = script.text, list(script.notes)
-        if "/" in (script.torchrun or ""):  # else only the job's PATH says which it is
-            agents_python(str(script.torchrun))
+        wrapped, said = wrap_script(text, sys.executable)
+        notes = list(said)
     if output is not None:
         with writing(output, "choose another"):
             _write(output, wrapped, like=file)
@@ -159,73 +151,26 @@ def _text(path: Path) -> str:
 
 
 @click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
-@click.option("--signal", "signalled_by", default="", help="As sbatch has it: USR1@600.")
-@click.option("--no-requeue", is_flag=True, help="The job is not put back into the queue.")
 @click.argument("argv", nargs=-1, metavar="[srun [OPTIONS]] torchrun …")
-def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
-    """Make the run directory of this job, and print the file that the batch script reads.
+def batch(*, argv: tuple[str, ...]) -> int:
+    """Run what takes the place of a program that a wrapped script or pod starts.
 
-    In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
-    it.
+    `holdfast wrap` has them call it.
     """
-    from launcher.wrap.wrapped import is_pod
-    from launcher.wrap.wrapped_ending import signalled
+    from launcher.wrap.launches import is_pod
 
     argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
         if is_pod(env):
             _pod(argv, env)
         else:
-            click.echo(_agents(argv, env, signalled(signalled_by, requeue=not no_requeue)))
+            from launcher.node.launch import start
+
+            start(argv, env)
     except UserError as error:
         code = exit_with_problems(error, as_json=False)
         return code if is_pod(env) else EXIT_DO_NOT_RESTART
     return EXIT_DONE
-
-
-def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Path:
-    """Make the run directory; return the file that starts its agents."""
-    from elastic_trainer.storage.files import write_atomic
-    from launcher.node.attempt import Attempt
-    from launcher.plan.search import plan
-    from launcher.platforms.slurm.parse import expand_nodes
-    from launcher.render.local import render_local
-    from launcher.runs import run_dir as run_dirs
-    from launcher.runs.runs import is_run
-    from launcher.spec.reading import load_spec
-    from launcher.wrap.interpreter import agents_python
-    from launcher.wrap.wrapped import job_of, launch_of, script_of
-
-    launch = launch_of(argv, env)
-    spec = load_spec(job_of(launch, env, ending))
-    planned = plan(spec)
-    number = Attempt.of_env(Path(), env).slurm_id
-    run_dir = Path("runs", f"{spec.name}-{number}").absolute()
-    of_job = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
-    hosts = launch.options.hosts(of_job, expand_nodes)
-    contained = launch.options.in_container
-    python = sys.executable if contained else agents_python(launch.torchrun)
-    script = script_of(
-        *(spec, planned, launch, ending),
-        run_dir=run_dir,
-        python=python,
-        hosts=() if len(hosts) == len(of_job) else hosts,
-    )
-    if not is_run(run_dir):
-        files = render_local(
-            spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
-        )
-        run_dirs.create(run_dir, files)
-        run_dirs.check_storage(run_dir)
-    with writing(run_dir):
-        write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
-    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
-    if wish_s is not None and wish_s > grace_s:
-        lead_s = math.ceil(wish_s) + ending.lead_s - int(grace_s)
-        enough = f"write #SBATCH --signal=TERM@{lead_s} and wrap the script again"
-        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; {enough}",))
-    _tell(launch.notes)
-    return run_dir / run_dirs.AGENTS_SCRIPT
 
 
 def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
@@ -233,10 +178,12 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
     from launcher.plan.search import plan
     from launcher.render.local import render_local
     from launcher.spec.reading import load_spec
-    from launcher.wrap.wrapped import job_of, launch_of
+    from launcher.wrap.launches import job_of, launch_of
 
     PodEnv.of(env)
     launch = launch_of(argv, env)
+    if launch is None:
+        raise UserError("HF169", f"expected torchrun …, found {' '.join(argv[:8])} …")
     spec = load_spec(job_of(launch, env))
     run_dir = Path(env["HOLDFAST_RUNS"], env["HOLDFAST_JOB"])
     files = render_local(

@@ -23,17 +23,9 @@ from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
 from launcher.spec.errors import UserError, Where
 from launcher.spec.secret_forms import leaks
 from launcher.spec.source import Path, SpecSource, describe, read_documents
-from launcher.wrap.wrapped import (
-    AFTER_KILL_S,
-    OUTPUT,
-    TORCHRUN,
-    CommandText,
-    cannot_wrap,
-    find_torchrun,
-    hidden,
-    output_at,
-    try_out,
-)
+from launcher.wrap.launches import AFTER_KILL_S, TORCHRUN, find_torchrun
+from launcher.wrap.shell_text import OUTPUT, CommandText, hidden, output_at, try_out
+from launcher.wrap.sruns import cannot_wrap
 
 GRACE_S: Final = 120
 """Least terminationGracePeriodSeconds: the default is 30, all of which torchrun takes. A

@@ -1,0 +1,168 @@
+"""What `holdfast batch` runs on Slurm in the place of a program that a wrapped script starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NoReturn
+
+from elastic_trainer.storage.files import read_json, write_atomic, write_json
+from launcher.node.attempt import Attempt, say
+from launcher.node.script import ENDING, FOLDER, LAUNCHES, OWN_RESTART, PROGRAMS, RESTARTS, WHERE
+from launcher.plan.search import plan
+from launcher.platforms.local import start_ticks
+from launcher.platforms.slurm.parse import expand_nodes
+from launcher.render.local import render_local
+from launcher.runs import run_dir as run_dirs
+from launcher.runs.runs import is_run
+from launcher.spec.errors import UserError, writing
+from launcher.spec.reading import load_spec
+from launcher.wrap.ending import Ending, signalled
+from launcher.wrap.interpreter import agents_python
+from launcher.wrap.launches import Launch, job_of, launch_of
+from launcher.wrap.wrapped import script_of
+
+_MOST: Final = 1000
+"""Runs of one job: each launch has one."""
+_AFTER: Final = re.compile(r"\b(after\w*|singleton)\b")
+
+
+def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Become what runs in the place of `argv`: agents, or the program itself.
+
+    Raises:
+        UserError: HF673 no wrapped script runs this; HF678 agents cannot run in its environment;
+            HF163 a secret in it; HF160 the time limit is too short; HF612 the run directory cannot
+            be made.
+    """
+    if FOLDER not in env:
+        raise UserError("HF673", "only the script of a wrapped job calls this; see holdfast wrap")
+    folder = Path(env[FOLDER])
+    argv = [Path(word).name if Path(word).parent == folder / "bin" else word for word in argv]
+    if argv[0] in RESTARTS:
+        if restarts_itself(argv, env.get("SLURM_JOB_ID", "")):
+            (folder / OWN_RESTART).touch()
+        _become(argv, outside(env))
+    os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
+    try:
+        launch = launch_of(argv, env)
+        made = None if launch is None else agents_script(launch, env)
+    except UserError as error:
+        if error.code != "HF169":
+            raise
+        say(f"{error}; {argv[0]} runs as without holdfast")
+        made = None
+    if made is None:
+        _become(argv, outside(env))
+    script, run_dir = made
+    told = {"ticks": start_ticks(os.getpid()), "run": str(run_dir)}
+    write_json(folder / LAUNCHES / str(os.getpid()), told)
+    inner = {**outside(env), FOLDER: str(folder)}
+    _become(["/bin/bash", str(script)], inner)
+
+
+def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
+    """Return whether a command puts this job back, or submits one that waits for its end. Pure."""
+    if argv[0] == "scontrol":
+        return "requeue" in argv[1:3] and job_id in argv
+    words = [word for word in argv[1:] if _AFTER.search(word)]
+    return any("singleton" in word or job_id in word for word in words)
+
+
+def outside(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what a wrapped script finds its programs by. Pure."""
+    ours = {FOLDER, ENDING, "HOLDFAST_PYTHON"}
+    ours |= {f"BASH_FUNC_{name}%%" for name in (*PROGRAMS, *RESTARTS, "python", "python3")}
+    own = f"{env.get(FOLDER, '')}/bin"
+    path = os.pathsep.join(each for each in env.get("PATH", "").split(os.pathsep) if each != own)
+    return {**{name: value for name, value in env.items() if name not in ours}, "PATH": path}
+
+
+def agents_script(launch: Launch, env: Mapping[str, str]) -> tuple[Path, Path]:
+    """Make the run of a launch, or find it; return the script that starts its agents, and it.
+
+    Raises:
+        UserError: HF678, HF163, HF160, HF612; HF169 its srun asks for nodes that are not the job's.
+    """
+    folder = Path(env[FOLDER])
+    ending = ending_in(env, folder)
+    spec = load_spec(job_of(launch, env, ending))
+    planned = plan(spec)
+    hosts = hosts_of(launch, env, expand_nodes)
+    python = sys.executable if launch.has_own_python else agents_python(launch.torchrun)
+    run_dir = _run_dir(f"{spec.name}-{Attempt.of_env(Path(), env).slurm_id}", launch, folder)
+    script = script_of(spec, planned, launch, run_dir=run_dir, python=python, hosts=hosts)
+    if not is_run(run_dir):
+        files = render_local(
+            spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
+        )
+        run_dirs.create(run_dir, files)
+        run_dirs.check_storage(run_dir)
+    with writing(run_dir):
+        write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
+    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
+    if wish_s is not None and wish_s > grace_s:
+        lead_s = math.ceil(wish_s) + ending.lead_s - int(grace_s)
+        enough = f"write #SBATCH --signal=TERM@{lead_s} and wrap the script again"
+        say(f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; {enough}")
+    for note in launch.notes:
+        say(note)
+    return run_dir / run_dirs.AGENTS_SCRIPT, run_dir
+
+
+def ending_in(env: Mapping[str, str], folder: Path) -> Ending:
+    """Return how the job ends, as `wrap` has found it; what restarts itself is not put back."""
+    options = shlex.split(env.get(ENDING, ""))
+    asked = next((o.partition("=")[2] for o in options if o.startswith("--signal=")), "")
+    ending = signalled(asked, requeue="--no-requeue" not in options)
+    return replace(ending, requeue=ending.requeue and not (folder / OWN_RESTART).exists())
+
+
+def hosts_of(
+    launch: Launch, env: Mapping[str, str], expand: Callable[[str], Sequence[str]]
+) -> Sequence[str]:
+    """Return the nodes that agents start on; none means all of the job.
+
+    Raises:
+        UserError: HF169, the job does not have them.
+    """
+    of_job = expand(env.get("SLURM_JOB_NODELIST", ""))
+    hosts = launch.options.hosts(of_job, expand)
+    if launch.alone:
+        hosts = [env["SLURMD_NODENAME"]] if "SLURMD_NODENAME" in env else hosts[:1]
+    return () if len(hosts) == len(of_job) else hosts
+
+
+def _run_dir(name: str, launch: Launch, folder: Path) -> Path:
+    """Return the run directory of a launch: that of an earlier start of the job, or a new one."""
+    runs = Path((folder / WHERE).read_text(encoding="utf-8"), "runs")
+    for number in range(1, _MOST + 1):
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        claim = folder / "claims" / path.name
+        before = read_json(path / "job.json").get("command") if is_run(path) else None
+        if claim.exists() or before not in (None, list(launch.command)):
+            continue
+        claim.parent.mkdir(exist_ok=True)
+        try:
+            claim.mkdir()
+        except FileExistsError:  # a launch beside this one
+            continue
+        return path
+    raise UserError("HF169", f"this job has started {_MOST} trainings: submit a job for each")
+
+
+def _become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a program."""
+    program = shutil.which(argv[0], path=env.get("PATH"))
+    if program is None:
+        sys.stderr.write(f"{argv[0]}: command not found\n")
+        raise SystemExit(127)
+    sys.stdout.flush()
+    os.execve(program, list(argv), dict(env))  # noqa: S606  an argument list, no shell

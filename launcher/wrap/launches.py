@@ -1,0 +1,285 @@
+"""The command line of a training's launch, taken apart when it is run. Pure.
+
+On Slurm it is that of an srun, or of a torchrun on one node; in a pod that of a torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from elastic_trainer.plan.command import literal
+from launcher.spec.values import job_name_near
+from launcher.wrap.ending import AROUND_SHUTDOWN_S, USUAL_ENDING, Ending, grace_within
+from launcher.wrap.sruns import SrunOptions, cannot_wrap, srun_of
+
+TORCHRUN: Final = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
+UNKNOWN: Final = "\N{HORIZONTAL ELLIPSIS}"
+"""Stands in a text for what only the shell knows."""
+_JOIN_TIMEOUT: Final = re.compile(r"(?:^|,)join_timeout=(\d+(?:\.\d+)?)(?:,|$)")
+_MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
+AFTER_KILL_S: Final = 30.0
+"""Part of a pod's time to shut down: its agent ends after it has killed its workers."""
+_PREFIXES: Final = frozenset(
+    {"env", "nice", "ionice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"}
+)
+_APART: Final = frozenset(
+    {"apptainer", "conda", "mamba", "micromamba", "pixi", "poetry", "singularity", "uv"}
+)
+"""Programs that run another in an image, or in an environment, with its own `python3`."""
+_BEFORE: Final = _PREFIXES | _APART
+_SHELLS: Final = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A torchrun, with the srun that starts it on Slurm, taken apart."""
+
+    torchrun: str
+    """The word that starts it: itself, or the Python that runs its module."""
+    srun: tuple[str, ...]
+    """Options that are kept; in a pod none."""
+    options: SrunOptions
+    """All of them."""
+    prefix: tuple[str, ...]
+    """What runs it, as `numactl -N 0` or `apptainer exec IMAGE`."""
+    alone: bool
+    """It is started without srun: on this node only."""
+    nodes: tuple[int, int]
+    """Least and most."""
+    workers: int
+    """Workers of each node."""
+    command: tuple[str, ...]
+    """The job file's `command:`."""
+    join_timeout_s: float | None
+    """How long a lost node is waited for; None: as usual."""
+    shutdown_timeout_s: float | None
+    """How long workers may take to end; None: as usual."""
+    notes: tuple[str, ...]
+    """What is not used, a line each."""
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What runs a program in an image or an environment with a Python of its own, if any."""
+        return self.prefix if {*map(_name, self.prefix[:1])} & _APART else ()
+
+    @property
+    def has_own_python(self) -> bool:
+        """Whether its Python is found only where it runs."""
+        return self.options.in_container or bool(self.inside)
+
+
+def _name(word: str) -> str:
+    return Path(word).name
+
+
+def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
+    """Return where torchrun begins, as `python -m torch.distributed.run` too, and its arguments."""
+    for at, word in enumerate(argv):
+        if _name(word) == "torchrun":
+            return at, at + 1
+        if word in _MODULES and at > 1 and argv[at - 1] == "-m":
+            python = next(i for i in range(at - 1, -1, -1) if not i or argv[i][:1] != "-")
+            return python, at + 1
+    return None
+
+
+def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
+    """Take a launch apart; None: this starts no training. `env` is the batch script's or the pod's.
+
+    Raises:
+        UserError: HF169, it is one that cannot be wrapped.
+    """
+    in_pod, with_srun = is_pod(env), _name(argv[0]) == "srun"
+    options, program = srun_of(argv[1:] if with_srun else ("--", *argv))
+    found = find_torchrun(program)
+    if found is None or (found[0] and _name(program[0]) not in _BEFORE):
+        _refuse_other_launches(program)
+        return None
+    if in_pod and (with_srun or found[0]):
+        cannot_wrap(f"expected torchrun \N{HORIZONTAL ELLIPSIS}, found {shlex.join(argv[:8])}")
+    options.check()
+    given = torchrun_arguments(program, found[1], alone=not with_srun and not in_pod)
+    notes = [
+        f"torchrun: --{name.replace('_', '-')} is not needed"
+        for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
+        if getattr(given, name) is not None
+    ]
+    of_job = env.get("SLURM_JOB_NUM_NODES") or "1"
+    num_nodes = options.num_nodes or (int(of_job) if with_srun else 1)
+    asked = "1" if given.standalone else given.nnodes or env.get("PET_NNODES")
+    least, _, most = (asked or (of_job if in_pod else str(num_nodes))).partition(":")
+    kinds = {"-m": given.module, "--no-python": given.no_python}
+    waits = _JOIN_TIMEOUT.search(given.rdzv_conf or env.get("PET_RDZV_CONF", ""))
+    if not in_pod and _count(least, "--nnodes") > num_nodes:
+        cannot_wrap(f"torchrun waits for {least} nodes, and is started on {num_nodes}")
+    return Launch(
+        torchrun=program[found[0]],
+        srun=(*options.kept, *options.gpus_per_node(num_nodes)),
+        options=options,
+        prefix=program[: found[0]],
+        alone=not with_srun,
+        nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
+        workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
+        command=(
+            *(flag for flag, is_set in kinds.items() if is_set),
+            *(given.script, *literal(given.script_args)),
+        ),
+        join_timeout_s=float(waits[1]) if waits else None,
+        shutdown_timeout_s=shutdown_timeout_of(given.shutdown_timeout),
+        notes=(*notes, *unused(given, options)),
+    )
+
+
+def _refuse_other_launches(program: Sequence[str]) -> None:
+    """Refuse what starts a training in a way that is not understood.
+
+    Raises:
+        UserError: HF169.
+    """
+    words = program[:1] if not program or _name(program[0]) not in _BEFORE else program
+    names = {*map(_name, words)}
+    shell = next((at for at, word in enumerate(program) if _name(word) in _SHELLS), None)
+    if shell is not None and any(map(TORCHRUN.search, program[shell:])):
+        cannot_wrap("torchrun is within a shell's command; let srun start it itself")
+    for name in ("accelerate", "deepspeed"):
+        if name in names:
+            cannot_wrap(f"{name} is not understood; torchrun runs the same script")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        cannot_wrap(f"torchrun: {message}")
+
+
+def torchrun_arguments(argv: Sequence[str], at: int, *, alone: bool = False) -> argparse.Namespace:
+    """Read torchrun's arguments, from `at` on (torch/distributed/run.py, get_args_parser).
+
+    Raises:
+        UserError: HF169, they cannot be read, or agents have no such thing.
+    """
+    parser = _Parser(add_help=False)
+    for name in (
+        *("nnodes", "nproc_per_node", "max_restarts", "node_rank", "master_addr", "master_port"),
+        *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "monitor_interval", "role"),
+        *("start_method", "log_dir", "local_addr", "local_ranks_filter", "logs_specs"),
+        *("event_log_handler", "numa_binding", "signals_to_handle", "shutdown_timeout"),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name)
+    for flags in (("-r", "--redirects"), ("-t", "--tee")):
+        parser.add_argument(*flags)
+    for flag in ("standalone", "no_python", "use_env", "run_path"):
+        forms = (f"--{flag.replace('_', '-')}", f"--{flag}")
+        parser.add_argument(*forms, dest=flag, action="store_true")
+    parser.add_argument("-m", "--module", action="store_true")
+    # As torchrun has it: of `script -- word` argparse takes the -- for its own.
+    parser.add_argument("script")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER)
+    given = parser.parse_args(list(argv[at:]))
+    if argv[at - 1] == _MODULES[1] and not given.use_env:
+        cannot_wrap(
+            "torch.distributed.launch passes --local-rank to the script, which holdfast does not: "
+            "let it read LOCAL_RANK, and use torchrun"
+        )
+    if given.run_path or (given.standalone and not alone):
+        cannot_wrap("torchrun: --run-path and --standalone cannot be wrapped; leave them out")
+    return given
+
+
+def shutdown_timeout_of(text: str | None) -> float | None:
+    """Return torchrun's --shutdown-timeout; None: none, or only the shell knows it."""
+    if text is None or UNKNOWN in text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        cannot_wrap(f"torchrun: --shutdown-timeout {text}: expected seconds")
+    return seconds
+
+
+def unused(given: argparse.Namespace, options: SrunOptions) -> tuple[str, ...]:
+    """Return a line for each option of srun and torchrun that somebody may miss."""
+    names = [
+        *("log_dir", "local_addr", "local_ranks_filter", "logs_specs", "event_log_handler"),
+        *("numa_binding", "signals_to_handle", "redirects", "tee", "role"),
+    ]
+    unused = [f"torchrun: --{name.replace('_', '-')}" for name in names if getattr(given, name)]
+    unused += [f"srun: --{name}" for name in ("output", "error", "label") if name in options.given]
+    return tuple(f"{name} is not used" for name in unused)
+
+
+def _count(text: str, what: str) -> int:
+    if not text.isdecimal() or not int(text):
+        cannot_wrap(f"torchrun: {what} {text}: expected a number, or LEAST:MOST")
+    return int(text)
+
+
+def _workers(text: str | None, env: Mapping[str, str]) -> int:
+    """Return the workers of a node; `gpu` and `auto` mean its GPUs."""
+    if text in ("gpu", "auto"):
+        gpus = _gpus(env)
+        if not gpus.isdecimal():
+            wrong = "but no GPUs are asked for; write the number"
+            cannot_wrap(f"torchrun: --nproc-per-node {text}, {wrong}")
+        return int(gpus)
+    return _count(text or "1", "--nproc-per-node")
+
+
+def is_pod(env: Mapping[str, str]) -> bool:
+    """Whether this is the environment of a pod, and not of a batch script."""
+    return "HOLDFAST_KIND" in env
+
+
+def _gpus(env: Mapping[str, str]) -> str:
+    """Return the GPUs of a node: as Slurm says, or as the pod has asked for; empty: none."""
+    return env.get("HOLDFAST_GPUS" if is_pod(env) else "SLURM_GPUS_ON_NODE") or ""
+
+
+def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING) -> dict[str, Any]:
+    """Return the job of a torchrun, as a job file has it.
+
+    `env` is the batch script's or the pod's, `ending` the batch script's.
+    """
+    least, most = launch.nodes
+    elastic: dict[str, Any] = {"min_nodes": least}
+    if launch.join_timeout_s is not None:
+        elastic["join_timeout_s"] = launch.join_timeout_s
+    if is_pod(env):
+        name, platform = env["HOLDFAST_JOB"], {}
+        most_s = float(env["HOLDFAST_SHUTDOWN_S"]) - AFTER_KILL_S
+        elastic["stop_grace_s"] = grace_within(most_s, launch.shutdown_timeout_s)
+    else:
+        name, seconds = env.get("SLURM_JOB_NAME", "job"), _time_s(env)
+        slurm: dict[str, Any] = {
+            "signal_lead_s": ending.lead_s,
+            "shutdown_s": ending.lead_s - AROUND_SHUTDOWN_S,
+            "restart": "requeue" if ending.requeue else "none",
+        }
+        elastic["stop_grace_s"] = ending.grace_s(launch.shutdown_timeout_s)
+        elastic["stop_signal"] = ending.workers
+        platform = {"slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)}}
+    return {
+        "name": job_name_near(name),
+        "command": list(launch.command),
+        "cluster": {
+            "nodes": most,
+            "gpus_per_node": launch.workers,
+            "gpu": "gpu" if _gpus(env) else "cpu",
+        },
+        "elastic": elastic,
+        **platform,
+    }
+
+
+def _time_s(env: Mapping[str, str]) -> int | None:
+    """Return the job's time limit in seconds; None: Slurm does not say."""
+    begin, end = (env.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    return int(end) - int(begin) if begin.isdecimal() and end.isdecimal() else None
