@@ -69,6 +69,7 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
     `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
     when too few nodes are left. See docs/scripts.md.
     """
+    from launcher.wrap.interpreter import agents_python
     from launcher.wrap.manifest import is_manifest, wrap_manifest
     from launcher.wrap.wrapped import wrap_script
 
@@ -95,8 +96,10 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
                 "agent can start"
             )
     else:
-        wrapped, said = wrap_script(text, sys.executable)
-        notes = list(said)
+        script = wrap_script(text, sys.executable)
+        wrapped, notes = script.text, list(script.notes)
+        for word in script.torchruns:  # else only the job's PATH says which it is
+            agents_python(word)
     if output is not None:
         with writing(output, "choose another"):
             _write(output, wrapped, like=file)

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-from elastic_trainer.storage.files import read_json, write_atomic, write_json
+from elastic_trainer.storage.files import read_json, write_atomic
 from launcher.node.attempt import Attempt, say
-from launcher.node.script import ENDING, FOLDER, LAUNCHES, OWN_RESTART, PROGRAMS, RESTARTS, WHERE
+from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, WHERE
 from launcher.plan.search import plan
-from launcher.platforms.local import start_ticks
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs
@@ -31,7 +30,6 @@ from launcher.wrap.wrapped import script_of
 
 _MOST: Final = 1000
 """Runs of one job: each launch has one."""
-_AFTER: Final = re.compile(r"\b(after\w*|singleton)\b")
 
 
 def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
@@ -61,19 +59,15 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         made = None
     if made is None:
         _become(argv, outside(env))
-    script, run_dir = made
-    told = {"ticks": start_ticks(os.getpid()), "run": str(run_dir)}
-    write_json(folder / LAUNCHES / str(os.getpid()), told)
-    inner = {**outside(env), FOLDER: str(folder)}
-    _become(["/bin/bash", str(script)], inner)
+    _become(["/bin/bash", str(made)], {**outside(env), FOLDER: str(folder)})
 
 
 def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
     """Return whether a command puts this job back, or submits one that waits for its end. Pure."""
     if argv[0] == "scontrol":
         return "requeue" in argv[1:3] and job_id in argv
-    words = [word for word in argv[1:] if _AFTER.search(word)]
-    return any("singleton" in word or job_id in word for word in words)
+    ours = re.compile(rf"\bafter\w*:.*\b{job_id}\b|\bsingleton\b")
+    return any(map(ours.search, argv[1:]))
 
 
 def outside(env: Mapping[str, str]) -> dict[str, str]:
@@ -85,8 +79,8 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in env.items() if name not in ours}, "PATH": path}
 
 
-def agents_script(launch: Launch, env: Mapping[str, str]) -> tuple[Path, Path]:
-    """Make the run of a launch, or find it; return the script that starts its agents, and it.
+def agents_script(launch: Launch, env: Mapping[str, str]) -> Path:
+    """Make the run of a launch, or find it; return the script that starts its agents.
 
     Raises:
         UserError: HF678, HF163, HF160, HF612; HF169 its srun asks for nodes that are not the job's.
@@ -114,7 +108,7 @@ def agents_script(launch: Launch, env: Mapping[str, str]) -> tuple[Path, Path]:
         say(f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; {enough}")
     for note in launch.notes:
         say(note)
-    return run_dir / run_dirs.AGENTS_SCRIPT, run_dir
+    return run_dir / run_dirs.AGENTS_SCRIPT
 
 
 def ending_in(env: Mapping[str, str], folder: Path) -> Ending:

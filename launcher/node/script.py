@@ -110,8 +110,9 @@ class Script:
         """Return the process of each launch, when that began, and its run."""
         found = []
         for path in sorted((self.folder / LAUNCHES).iterdir()):
-            told = read_json(path)
-            found.append((int(path.name), int(told["ticks"]), Path(told["run"])))
+            ticks, _, run = path.read_text(encoding="utf-8").strip().partition(" ")
+            if run:  # else it is being written
+                found.append((int(path.name), int(ticks), Path(run)))
         return found
 
     def _seconds_left(self) -> float:

@@ -211,7 +211,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "srun_options": (),
         "on": Quoted(""),
         "wrapped": False,
-        "prefix": None,
+        "prefix": Quoted(""),
         "container": slurm.container,
         "ours": _ours(spec, automatic),
         "container_python": CONTAINER_PYTHON,

@@ -127,19 +127,24 @@ def srun_of(argv: Sequence[str]) -> tuple[SrunOptions, tuple[str, ...]]:
         at += 1
         if word == "--":
             break
-        name, equals, value = word.partition("=")
-        words = [word]
-        if word.startswith("--"):
-            takes_next = not equals and name[2:] not in _FLAGS
-        else:
-            name, value = word[:2], word[2:]
-            takes_next = not value and word[1:] not in _SHORT_FLAGS
-        if takes_next and at < len(argv):
-            value = argv[at]
-            words.append(value)
-            at += 1
-        if name in _OURS:
-            given[_OURS[name]] = value
-        else:
-            kept += words
+        for name, value, form in _options(word):
+            words = [form]
+            if value is None and at < len(argv):
+                value = argv[at]  # noqa: PLW2901
+                words.append(value)
+                at += 1
+            if name in _OURS:
+                given[_OURS[name]] = value or ""
+            else:
+                kept += words
     return SrunOptions(kept=tuple(kept), given=given), tuple(argv[at:])
+
+
+def _options(word: str) -> list[tuple[str, str | None, str]]:
+    """Return the options of a word: name, value, and form; None: the next word is the value."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return [(name, value if equals or name[2:] in _FLAGS else None, word)]
+    if set(word[1:]) <= _SHORT_FLAGS:
+        return [(f"-{flag}", "", f"-{flag}") for flag in word[1:]]
+    return [(word[:2], word[2:] or None, word)]

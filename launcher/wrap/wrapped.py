@@ -21,7 +21,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import leaks
 from launcher.spec.spec import JobSpec
 from launcher.wrap.ending import ending_of
-from launcher.wrap.launches import Launch
+from launcher.wrap.launches import UNKNOWN, Launch
 from launcher.wrap.sruns import cannot_wrap
 
 _REPLACED: Final = re.compile(
@@ -35,10 +35,17 @@ _STARTS: Final = re.compile(r"\b(srun|torchrun|accelerate|deepspeed|torch\.distr
 _WISH: Final = re.compile(r"--shutdown[-_]timeout[= ]\s*(\d+(?:\.\d+)?)\b")
 
 
+_BY_PATH: Final = re.compile(r"(?<!\S)[\w.-]*/[\w./-]*\btorchrun(?!\S)")
+_CONTAINER: Final = re.compile(r"--container-|\b(apptainer|singularity|enroot)\b")
+_VARIABLE: Final = re.compile(r"\$\w+|\$\{[^{}]*\}")
+
+
 class WrappedScript(NamedTuple):
     """A batch script with what lets its job survive lost nodes."""
 
     text: str
+    torchruns: tuple[str, ...]
+    """Those that it names by their paths, and not in containers."""
     notes: tuple[str, ...]
     """What becomes of the user's signals and times, a line each."""
 
@@ -68,7 +75,9 @@ def wrap_script(text: str, python: str) -> WrappedScript:
     inside = '${HOLDFAST_SCRIPT-} == */holdfast-"$SLURM_JOB_ID"-*'
     own = f'[[ -z ${{SLURM_JOB_ID-}} || {inside} ]] || exec {start} -- "$0" "$@"'
     wrapped = [*kept, *ending.of_sbatch(), own, *lines[head:]]
-    return WrappedScript("\n".join(wrapped), tuple(ending.said(wish_s)))
+    outside = (line for line in commands if not _CONTAINER.search(line))
+    torchruns = dict.fromkeys(word for line in outside for word in _BY_PATH.findall(line))
+    return WrappedScript("\n".join(wrapped), tuple(torchruns), tuple(ending.said(wish_s)))
 
 
 def _head(lines: Sequence[str]) -> int:
@@ -93,7 +102,7 @@ def _refuse_secrets(commands: Sequence[str]) -> None:
         if not _STARTS.search(line):
             continue
         try:
-            found = [*leaks(shlex.split(line, comments=True))]
+            found = [*leaks(shlex.split(_VARIABLE.sub(UNKNOWN, line), comments=True))]
         except ValueError:
             continue  # it goes on in another line, or is not of a shell
         for leak in found:
@@ -137,7 +146,7 @@ def script_of(
         srun_container=options if pyxis else (),
         srun_options=() if pyxis else options,
         container_python=CONTAINER_PYTHON,
-        prefix=words(*launch.prefix) if launch.prefix and not launch.inside else None,
+        prefix=Quoted("" if launch.inside else "".join(f"{quoted(w)} " for w in launch.prefix)),
         inside=words(*launch.inside) if launch.inside else None,
         logs=step_log(run, array=False),
     )

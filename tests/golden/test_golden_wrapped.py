@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.wrap.wrapped_manifest import wrap_manifest
+from launcher.wrap.manifest import wrap_manifest
 
 FOLDER = Path(__file__).parent / "wrapped"
 RUN_DIRS = {

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from launcher.cli.main import run_cli
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
-from launcher.wrap.wrapped import job_of, launch_of
-from launcher.wrap.wrapped_manifest import is_manifest, wrap_manifest
+from launcher.wrap.launches import job_of, launch_of
+from launcher.wrap.manifest import is_manifest, wrap_manifest
 
 HEAD = """\
 apiVersion: kubeflow.org/v1

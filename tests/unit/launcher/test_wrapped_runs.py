@@ -1,0 +1,270 @@
+"""A wrapped script that runs: real bash, and programs that write down how they are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.record.failures import EXIT_SAVED
+from launcher.cli.main import run_cli
+from launcher.node.launch import outside, restarts_itself
+from launcher.platforms.retries import polled
+from launcher.wrap.wrapped import wrap_script
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+ROOT = Path(__file__).parents[3]
+SAYS = """\
+#!/bin/bash
+printf '%s' "${0##*/}"; printf ' <%s>' "$@"; printf '\\n'
+{ printf '%s' "${0##*/}"; printf ' <%s>' "$@"; printf '\\n'; } >>"$CALLS"
+env >"$CALLS.env"
+"""
+LAUNCH = """\
+#!/bin/bash
+# Stands for our Python: `batch -- ...` becomes a launch that saves when it is asked to.
+trap 'asked=1' USR2
+shift 5
+echo "launch <$*>" >>"$CALLS"
+run=$PWD/runs/x-7 asked=''
+echo "$(cut -d' ' -f22 /proc/$$/stat) $run" >"$HOLDFAST_SCRIPT/launches/$$"
+[[ ! -e $HOLDFAST_SCRIPT/asked ]] || asked=1
+mkdir -p "$run/attempts/7.0"
+until [[ -n $asked ]]; do read -rt 0.1 <> <(:); done
+echo '{"code": 91}' >"$run/attempts/7.0/end.json"
+echo saved >>"$CALLS"
+exit 91
+"""
+
+
+class Job:
+    """A job of one node without Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        programs = folder / "programs"
+        programs.mkdir()
+        for name in ("srun", "scontrol", "sbatch", "torchrun"):
+            (programs / name).write_text(SAYS)
+            (programs / name).chmod(0o755)
+        (folder / "launch").write_text(LAUNCH)
+        (folder / "launch").chmod(0o755)
+        self.calls.touch()
+        self.env = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "CALLS": str(self.calls),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+        }
+
+    def start(self, body: str, options: str = "") -> subprocess.Popen[str]:
+        """Start a script as Slurm does, wrapped, with its lines after the options."""
+        script = self.folder / "slurm_script"
+        text = f"#!/bin/bash\n{options}#SBATCH -N1\n{body}\n: srun"
+        script.write_text(wrap_script(text, sys.executable).text)
+        # In a shell, which Slurm's own process becomes, so that it has the pid that is named.
+        command = f'SLURM_TASK_PID=$$ exec bash {script} one "two  three"'
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, body: str, options: str = "") -> tuple[int, str]:
+        with self.start(body, options) as process:
+            out = process.communicate(timeout=50)[0]
+        return process.returncode, out
+
+    @property
+    def called(self) -> list[str]:
+        return self.calls.read_text().splitlines()
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def test_what_starts_no_training_runs_as_before(job):
+    code, out = job.run(
+        """\
+set -euo pipefail
+echo "$1|$2|$PWD"
+head=$(srun -N1 hostname --ip-address)
+echo "[$head]"
+export PATH=/opt/env/bin:$PATH
+A=1 srun --ntasks=2 ./prepare "a  b" '' '$x' | tr '<' '('
+( exec srun true )
+nohup srun x >out 2>&1 &
+wait
+scontrol show hostnames n1
+sbatch --dependency=afterok:6 next.sh
+cd / && srun y && exit 3"""
+    )
+    assert (code, job.called) == (
+        3,
+        [
+            "srun <-N1> <hostname> <--ip-address>",
+            "srun <--ntasks=2> <./prepare> <a  b> <> <$x>",
+            "srun <true>",
+            "srun <x>",
+            "scontrol <show> <hostnames> <n1>",
+            "sbatch <--dependency=afterok:6> <next.sh>",
+            "srun <y>",
+        ],
+    ), out
+    assert f"one|two  three|{job.folder}\n" in out
+    assert "[srun <-N1> <hostname> <--ip-address>]" in out
+    assert "srun (--ntasks=2>" in out
+    seen = (job.folder / "calls.env").read_text()
+    assert "HOLDFAST" not in seen
+    assert "BASH_FUNC" not in seen
+    assert "PATH=/opt/env/bin:" in seen
+
+
+def test_outside_slurm_it_is_the_script_that_it_was(job):
+    del job.env["SLURM_JOB_ID"]
+    assert job.run("srun a; exit 4")[0] == 4
+    assert job.called == ["srun <a>"]
+
+
+def test_a_launch_that_cannot_be_wrapped_runs_and_that_is_said(job):
+    code, out = job.run("srun accelerate launch a.py")
+    assert (code, job.called) == (0, ["srun <accelerate> <launch> <a.py>"])
+    assert "HF169" in out
+
+
+def test_a_secret_is_refused(job):
+    code, out = job.run('T=--api-key=$(printf "sk-%040d" 1)\nsrun torchrun a.py $T; exit $?')
+    assert (code, job.called) == (93, [])
+    assert "HF163" in out
+
+
+TRAINS = "export HOLDFAST_PYTHON=$PWD/launch\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "launches"),
+    [
+        ("srun torchrun a.py", ["srun torchrun a.py"]),
+        ("LAUNCH='srun  torchrun'\n$LAUNCH \\\n  a.py", ["srun torchrun a.py"]),
+        ("run() { srun torchrun a.py; }; cd / && PATH=/bin run | tee log", ["srun torchrun a.py"]),
+        ("torchrun a.py", ["torchrun a.py"]),
+        ("python3 -u -m torch.distributed.run a", ["python3 -u -m torch.distributed.run a"]),
+        ("bash -c 'srun torchrun a.py' || true", ["srun torchrun a.py"]),
+        ("srun torchrun a.py & wait $!", ["srun torchrun a.py"]),
+        ("for s in 1 2; do srun torchrun $s; done", ["srun torchrun 1", "srun torchrun 2"]),
+    ],
+)
+def test_a_launch_is_seen_however_it_is_written_and_the_job_put_back(job, body, launches):
+    """Not really: no such job is known to the program that stands for scontrol."""
+    asked(job, f"{body}\necho last >>$CALLS")
+    saved = [line for launch in launches for line in (f"launch <{launch}>", "saved")]
+    assert job.called == [*saved, "last", "scontrol <--oneliner> <show> <job> <7>"]
+
+
+def asked(job, body, options="", number=signal.SIGUSR2):
+    """Run a script whose launch is asked to end; return its code and what it printed."""
+    with job.start(f"{TRAINS}{body}", options) as process:
+        polled(lambda: [*job.folder.glob("runs/*/attempts")], bool, for_s=20, every_s=0.05)
+        process.send_signal(number)
+        out = process.communicate(timeout=50)[0]
+    return process.returncode, out
+
+
+def test_the_scripts_last_lines_and_traps_run_before_it_is_put_back(job):
+    code, out = asked(
+        job,
+        """\
+trap 'echo exits' EXIT
+trap 'echo own trap' USR2
+srun torchrun a.py
+echo "code $?"
+exit 5""",
+    )
+    assert (code, out.splitlines()[-4:-1]) == (5, ["own trap", "code 91", "exits"]), out
+
+
+def test_a_signal_of_the_scripts_own_asks_too_and_reaches_its_trap(job):
+    body = "trap 'echo own trap' USR1\nsrun torchrun a.py; echo code $?"
+    code, out = asked(job, body, "#SBATCH --signal=B:USR1@300\n", signal.SIGUSR1)
+    assert (code, "own trap\ncode 91\n" in out) == (0, True), out
+
+
+def test_a_signal_without_a_trap_leaves_the_script_its_last_lines(job):
+    code, out = asked(job, "srun torchrun a.py; echo code $?", number=signal.SIGTERM)
+    assert (code, "code 91" in out) == (0, True), out
+
+
+def test_a_script_ends_by_a_signal_as_before_while_nothing_trains(job):
+    with job.start("touch up; sleep 60") as process:
+        polled((job.folder / "up").exists, bool, for_s=20, every_s=0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "said"),
+    [
+        ("sbatch --dependency=afterany:$SLURM_JOB_ID next.sh", "", "restarts its job itself"),
+        ("", "#SBATCH --no-requeue\n", ""),
+        ("mkdir -p runs/x-7; echo {} >runs/x-7/stop.json", "", ""),
+    ],
+)
+def test_what_is_restarted_otherwise_or_not_at_all_is_not_put_back(job, line, options, said):
+    python = f"HOLDFAST_PYTHON={sys.executable}\n"
+    code, out = asked(job, f"{python}{line}\n{TRAINS}srun torchrun a.py; exit 6", options)
+    assert (code, said in out) == (6, True), out
+    assert not [line for line in job.called if line.startswith("scontrol")]
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("sbatch --dependency=afterany:7 x", True),
+        ("sbatch -d afternotok:6:7 x", True),
+        ("sbatch --dependency singleton x", True),
+        ("sbatch --dependency=afterany:77 x", False),
+        ("sbatch --begin=now x 7", False),
+        ("scontrol requeue 7", True),
+        ("scontrol requeue 8", False),
+        ("scontrol show job 7", False),
+    ],
+)
+def test_who_restarts_a_job(words, own):
+    assert restarts_itself(words.split(), "7") == own
+
+
+def test_programs_find_nothing_of_ours():
+    env = {"A": "1", "PATH": "/a:/f/bin:/b", "HOLDFAST_SCRIPT": "/f", "BASH_FUNC_srun%%": "() {}"}
+    assert outside(env) == {"A": "1", "PATH": "/a:/b"}
+
+
+def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, monkeypatch):
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    begun = []
+    monkeypatch.setattr("launcher.node.launch._become", lambda argv, _: begun.append(argv[1]))
+    for start, order in (("one", "aab"), ("two", "baa")):
+        folder = tmp_path / start
+        (folder / "launches").mkdir(parents=True)
+        (folder / "where").write_text(str(tmp_path))
+        monkeypatch.setenv("HOLDFAST_SCRIPT", str(folder))
+        for name in order:
+            assert run_cli(["batch", "--", "srun", "torchrun", f"{name}.py"]) == 0
+    runs = [str(Path(path).parent.relative_to(tmp_path / "runs")) for path in begun]
+    assert runs == ["job-7", "job-7-2", "job-7-3", "job-7-3", "job-7", "job-7-2"]
+    told = json.loads((tmp_path / "runs/job-7-3/job.json").read_text())
+    assert told["command"] == ["b.py"]
+    assert EXIT_SAVED == 91
