@@ -63,11 +63,11 @@ Examples:
 def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) -> None:
     """Wrap FILE, so that its job survives lost nodes.
 
-    FILE is a batch script with `srun torchrun …`, or a manifest with one PyTorchJob whose pods run
-    torchrun. All that does not have to change stays: options, modules, environment, volumes,
-    comments. The job then has a run directory, runs/<name>-<job id> or DIR/<name>. On Slurm
-    `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
-    when too few nodes are left. See docs/scripts.md.
+    FILE is a batch script that starts a training by torchrun, with srun or without, or a manifest
+    with one PyTorchJob whose pods run torchrun. All that does not have to change stays: options,
+    modules, environment, volumes, comments. The job then has a run directory, runs/<name>-<job id>
+    or DIR/<name>. On Slurm `status`, `logs`, `why` and `cancel` find it, and the job is requeued
+    after a time limit and when too few nodes are left. See docs/wrap.md.
     """
     from launcher.wrap.interpreter import agents_python
     from launcher.wrap.manifest import is_manifest, wrap_manifest

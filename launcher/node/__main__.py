@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--apart", action="store_true", help="agent: another step is the watchdog")
     parser.add_argument("--on", help="steps: nodes, as n1,n2; otherwise all of the job")
+    parser.add_argument("--show", action="store_true", help="steps: print what the nodes log")
     parser.add_argument("code", nargs="?", type=int, help="end: that of srun")
     parser.epilog = "After --, steps: an srun; agent: what runs another command in a container."
     given = parser.parse_args(words[:cut])
@@ -87,7 +88,7 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
         case "steps":
             from launcher.node.steps import serve
 
-            return serve(attempt, os.environ, more, given.on)
+            return serve(attempt, os.environ, more, given.on, show=given.show)
         case "agent":
             from launcher.node.agent import run_agent
 

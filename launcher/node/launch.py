@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 
 from elastic_trainer.storage.files import read_json, write_atomic
 from launcher.node.attempt import Attempt, say
-from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, WHERE
+from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
 from launcher.plan.search import plan
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.render.local import render_local
@@ -42,10 +42,12 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """
     if FOLDER not in env:
         raise UserError("HF673", "only the script of a wrapped job calls this; see holdfast wrap")
-    folder = Path(env[FOLDER])
-    argv = [Path(word).name if Path(word).parent == folder / "bin" else word for word in argv]
+    folder, job_id = Path(env[FOLDER]), env.get("SLURM_JOB_ID", "")
+    argv = [word.replace(f"{folder}/bin/", "") for word in argv]  # $(which torchrun)
+    if not folder.name.startswith(f"holdfast-{job_id}-"):  # of the job that has submitted this one
+        _become(argv, outside(env))
     if argv[0] in RESTARTS:
-        if restarts_itself(argv, env.get("SLURM_JOB_ID", "")):
+        if restarts_itself(argv, job_id):
             (folder / OWN_RESTART).touch()
         _become(argv, outside(env))
     os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
@@ -73,10 +75,11 @@ def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
 def outside(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what a wrapped script finds its programs by. Pure."""
     ours = {FOLDER, ENDING, "HOLDFAST_PYTHON"}
-    ours |= {f"BASH_FUNC_{name}%%" for name in (*PROGRAMS, *RESTARTS, "python", "python3")}
+    ours |= {f"BASH_FUNC_{name}%%" for name in (RUN, *PROGRAMS, *RESTARTS)}
     own = f"{env.get(FOLDER, '')}/bin"
     path = os.pathsep.join(each for each in env.get("PATH", "").split(os.pathsep) if each != own)
-    return {**{name: value for name, value in env.items() if name not in ours}, "PATH": path}
+    left = {name: value.replace(f"{own}/", "") for name, value in env.items() if name not in ours}
+    return {**left, "PATH": path}
 
 
 def agents_script(launch: Launch, env: Mapping[str, str]) -> Path:

@@ -44,10 +44,25 @@ TURN_S: Final = 1.0
 LAST_S: Final = 20.0
 """Before the time limit: the script's last lines take too long, and the job is put back."""
 _LAUNCH: Final = '"$HOLDFAST_PYTHON" -P -m launcher.cli.main batch --'
-_OF_PYTHON: Final = (
-    f'() {{ case " $* " in *" -m torch.distributed."*) {_LAUNCH} {{name}} "$@" ;; '
-    '*) command {name} "$@" ;; esac\n}'
-)
+RUN: Final = "holdfast_run"
+_RUN: Final = f"""() {{
+  if [[ $BASHPID == "$$" ]]; then {_LAUNCH} "$@"; return; fi
+  local hf_pid hf_name hf_code
+  {_LAUNCH} "$@" <&0 &
+  hf_pid=$!
+  for hf_name in HUP TERM USR1 USR2; do
+    # shellcheck disable=SC2064
+    trap "kill -s $hf_name $hf_pid" "$hf_name"
+  done
+  while :; do
+    wait "$hf_pid" && hf_code=0 || hf_code=$?
+    kill -0 "$hf_pid" 2>/dev/null || break
+  done
+  trap - HUP TERM USR1 USR2
+  return "$hf_code"
+}}"""
+"""Bash of a function that runs a program of ours. In the background `$!` is a shell around it: that
+hands signals on."""
 
 
 class Script:
@@ -79,12 +94,11 @@ class Script:
     def _own_env(self) -> dict[str, str]:
         programs = self.folder / "bin"
         programs.mkdir()
-        functions = {}
+        functions = {RUN: _RUN}
         for name in (*PROGRAMS, *RESTARTS):
             (programs / name).write_text(f'#!/bin/sh\nexec {_LAUNCH} {name} "$@"\n')
             (programs / name).chmod(0o755)
-            functions[name] = f'() {{ {_LAUNCH} {name} "$@"\n}}'
-        functions |= {name: _OF_PYTHON.replace("{name}", name) for name in ("python", "python3")}
+            functions[name] = f'() {{ {RUN} {name} "$@"\n}}'
         return {
             **self._env,
             **{f"BASH_FUNC_{name}%%": text for name, text in functions.items()},

@@ -29,6 +29,7 @@ from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT
 from launcher.node.agent import NODES_VARIABLE, Wait, taken_signals
 from launcher.node.attempt import Attempt, board_of, committed_step, note, say
 from launcher.node.decide import a_few, began, end_of, pause_s
+from launcher.node.output import shown
 from launcher.platforms.commands import Commands, SystemCommands
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.spec.errors import HoldfastError, UserError
@@ -289,11 +290,16 @@ class SlurmSteps:
 
 
 def serve(
-    attempt: Attempt, env: Mapping[str, str], command: Sequence[str], on: str | None = None
+    attempt: Attempt,
+    env: Mapping[str, str],
+    command: Sequence[str],
+    on: str | None = None,
+    *,
+    show: bool = False,
 ) -> int:
     """Run `command`, an srun, on the nodes of the job; return the highest exit code.
 
-    `on` names nodes, as n1,n2; None: all of the job.
+    `on` names nodes, as n1,n2; None: all of the job. `show`: what they log goes to stdout too.
 
     Raises:
         UserError: HF673, the environment is not that of a batch script.
@@ -309,7 +315,8 @@ def serve(
     def start(argv: Sequence[str]) -> Srun:
         return Srun(argv, own)
 
-    with taken_signals((*ASKS, signal.SIGCHLD)) as wait:
+    logs = [attempt.logs / f"{node}.log" for node in nodes] if show else []
+    with taken_signals((*ASKS, signal.SIGCHLD)) as wait, shown(logs, sys.stdout.buffer):
         steps = SlurmSteps(attempt, nodes, command, start=start, commands=SystemCommands())
         return steps.serve(wait)
 

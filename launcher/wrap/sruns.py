@@ -62,13 +62,12 @@ class SrunOptions:
         Raises:
             UserError: HF169, another way to start programs, or an --export that would hurt.
         """
-        for at, word in enumerate(self.kept):
-            name, equals, value = word.partition("=")
+        for word in self.kept:
+            name, _, value = word.partition("=")
             if name in ("--multi-prog", "--het-group", "--pack-group"):
                 cannot_wrap(f"srun {name}: its programs cannot replace each other")
             if name == "--pty":
                 cannot_wrap("srun --pty: it is somebody's terminal")
-            value = value if equals else next(iter(self.kept[at + 1 :]), "")
             if name == "--export" and "ALL" not in value.split(","):
                 cannot_wrap(
                     f"srun --export={value} would keep the job's settings from the agents: write "
@@ -131,7 +130,7 @@ def srun_of(argv: Sequence[str]) -> tuple[SrunOptions, tuple[str, ...]]:
             words = [form]
             if value is None and at < len(argv):
                 value = argv[at]  # noqa: PLW2901
-                words.append(value)
+                words = [f"{form}={value}"] if form.startswith("--") else [form, value]
                 at += 1
             if name in _OURS:
                 given[_OURS[name]] = value or ""

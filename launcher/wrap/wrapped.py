@@ -139,6 +139,7 @@ def script_of(
         restart=spec.slurm.restart,
         wrapped=True,
         on=Quoted(f" --on={quoted(','.join(hosts))}" if hosts else ""),
+        show=Quoted(" --show"),
         max_requeues=spec.slurm.max_requeues,
         cpus=False,
         container="pyxis" if pyxis else "apptainer" if launch.inside else None,

@@ -85,8 +85,10 @@ def test_wrap_refuses_what_it_can_see_and_a_start_the_rest(other, tmp_path, caps
     monkeypatch.setenv("PATH", str(other / "bin"))
     for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "1", "JOB_NODELIST": "n1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("HOLDFAST_SCRIPT", str(tmp_path))
-    (tmp_path / "where").write_text(str(tmp_path))
+    folder = tmp_path / "holdfast-7-x"
+    folder.mkdir()
+    (folder / "where").write_text(str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_SCRIPT", str(folder))
     assert run_cli(["batch", "--", "srun", "torchrun", "a.py"]) == 93
     assert "HF678" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -102,14 +102,14 @@ def test_gpus_that_an_srun_asks_for_in_total_are_asked_for_per_node():
         (("srun", "--mem=0", "--", "torchrun", "a.py"), ["--mem=0"], (4, 4), 1, ["a.py"]),
         (
             ("srun", "--export", "ALL,A=1", "torchrun", "a.py"),
-            ["--export", "ALL,A=1"],
+            ["--export=ALL,A=1"],
             (4, 4),
             1,
             ["a.py"],
         ),
         (
             ("srun", "--mem", "0", "-K", "-o", "x", "torchrun", "--nnodes=2:4", "-m", "pkg.train"),
-            ["--mem", "0"],
+            ["--mem=0"],
             (2, 4),
             1,
             ["-m", "pkg.train"],
@@ -203,14 +203,14 @@ def test_what_starts_no_training_is_left_alone(argv):
         (
             ("srun --comment laion --exclusive apptainer exec --nv i.sif python3 -u -m "
             "torch.distributed.run a.py"),
-            ["--comment", "laion", "--exclusive"],
+            ["--comment=laion", "--exclusive"],
             "apptainer exec --nv i.sif",
             "python3",
             True,
         ),
         (
             "srun --container-image i --container-entrypoint torchrun a.py",
-            ["--container-image", "i", "--container-entrypoint"],
+            ["--container-image=i", "--container-entrypoint"],
             "",
             "torchrun",
             True,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.record.failures import EXIT_SAVED
 from launcher.cli.main import run_cli
 from launcher.node.launch import outside, restarts_itself
 from launcher.platforms.retries import polled
@@ -104,7 +103,7 @@ head=$(srun -N1 hostname --ip-address)
 echo "[$head]"
 export PATH=/opt/env/bin:$PATH
 A=1 srun --ntasks=2 ./prepare "a  b" '' '$x' | tr '<' '('
-( exec srun true )
+( exec srun echo $(which torchrun) )
 nohup srun x >out 2>&1 &
 wait
 scontrol show hostnames n1
@@ -116,7 +115,7 @@ cd / && srun y && exit 3"""
         [
             "srun <-N1> <hostname> <--ip-address>",
             "srun <--ntasks=2> <./prepare> <a  b> <> <$x>",
-            "srun <true>",
+            "srun <echo> <torchrun>",
             "srun <x>",
             "scontrol <show> <hostnames> <n1>",
             "sbatch <--dependency=afterok:6> <next.sh>",
@@ -160,7 +159,6 @@ TRAINS = "export HOLDFAST_PYTHON=$PWD/launch\n"
         ("LAUNCH='srun  torchrun'\n$LAUNCH \\\n  a.py", ["srun torchrun a.py"]),
         ("run() { srun torchrun a.py; }; cd / && PATH=/bin run | tee log", ["srun torchrun a.py"]),
         ("torchrun a.py", ["torchrun a.py"]),
-        ("python3 -u -m torch.distributed.run a", ["python3 -u -m torch.distributed.run a"]),
         ("bash -c 'srun torchrun a.py' || true", ["srun torchrun a.py"]),
         ("srun torchrun a.py & wait $!", ["srun torchrun a.py"]),
         ("for s in 1 2; do srun torchrun $s; done", ["srun torchrun 1", "srun torchrun 2"]),
@@ -247,7 +245,23 @@ def test_who_restarts_a_job(words, own):
 
 def test_programs_find_nothing_of_ours():
     env = {"A": "1", "PATH": "/a:/f/bin:/b", "HOLDFAST_SCRIPT": "/f", "BASH_FUNC_srun%%": "() {}"}
-    assert outside(env) == {"A": "1", "PATH": "/a:/b"}
+    assert outside({**env, "T": "/f/bin/torchrun x"}) == {
+        "A": "1",
+        "PATH": "/a:/b",
+        "T": "torchrun x",
+    }
+
+
+def test_what_is_signalled_in_the_background_passes_signals_on(job):
+    code, out = job.run(
+        """\
+printf '#!/bin/bash\\ntrap "echo got; exit 7" USR1\\ntouch up\\nwhile :; do sleep 0.1; done' >programs/srun
+srun x &
+until [[ -e up ]]; do sleep 0.1; done
+kill -USR1 $!; wait $!; echo "code $?"
+"""
+    )
+    assert (code, out.splitlines()[:2]) == (0, ["got", "code 7"]), out
 
 
 def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, monkeypatch):
@@ -257,7 +271,7 @@ def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, mon
     begun = []
     monkeypatch.setattr("launcher.node.launch._become", lambda argv, _: begun.append(argv[1]))
     for start, order in (("one", "aab"), ("two", "baa")):
-        folder = tmp_path / start
+        folder = tmp_path / f"holdfast-7-{start}"
         (folder / "launches").mkdir(parents=True)
         (folder / "where").write_text(str(tmp_path))
         monkeypatch.setenv("HOLDFAST_SCRIPT", str(folder))
@@ -267,4 +281,3 @@ def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, mon
     assert runs == ["job-7", "job-7-2", "job-7-3", "job-7-3", "job-7", "job-7-2"]
     told = json.loads((tmp_path / "runs/job-7-3/job.json").read_text())
     assert told["command"] == ["b.py"]
-    assert EXIT_SAVED == 91

@@ -1,0 +1,55 @@
+"""What nodes log is shown where an srun would have shown it."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.node.output import Shown, shown
+from launcher.platforms.retries import polled
+
+LINES = st.lists(st.sampled_from([b"loss 2.1\n", b"\n", b"holdfast: n1: x\n", b"\xff\r\n"]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=4)), max_size=8), LINES)
+def test_all_that_is_logged_is_shown_once_by_whole_lines(tmp_path_factory, parts, lines):
+    folder, out = tmp_path_factory.mktemp("logs"), io.BytesIO()
+    paths = [folder / "n1.log", folder / "n2.log"]
+    copy = Shown(paths, out)
+    for node, part in parts:
+        with paths[node].open("ab") as file:
+            file.write(part + b"".join(lines))
+        copy.look()
+        assert out.getvalue()[-1:] in (b"", b"\n")
+    for path in paths:
+        with path.open("ab") as file:
+            file.write(b"\n")
+    copy.look(last=True)
+    logged = b"".join(path.read_bytes() for path in paths).splitlines(True)
+    expected = sorted(line for line in logged if not line.startswith(b"holdfast: "))
+    assert sorted(out.getvalue().splitlines(True)) == expected
+
+
+def test_what_is_logged_last_is_shown_and_who_listens_no_more_stops_nothing(tmp_path):
+    path, out = tmp_path / "n1.log", io.BytesIO()
+    with shown([path], out):
+        path.write_bytes(b"one\n")
+        polled(out.getvalue, bool, for_s=20, every_s=0.05)
+        path.write_bytes(b"one\ntwo")
+    assert out.getvalue() == b"one\ntwo"
+    with shown([path], io.BufferedWriter(Closed())):
+        pass
+    assert threading.active_count() == 1
+
+
+class Closed(io.RawIOBase):
+    """A pipe that nobody reads."""
+
+    def writable(self):
+        return True
+
+    def write(self, _):
+        raise BrokenPipeError
