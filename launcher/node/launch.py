@@ -44,7 +44,8 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         raise UserError("HF673", "only the script of a wrapped job calls this; see holdfast wrap")
     folder, job_id = Path(env[FOLDER]), env.get("SLURM_JOB_ID", "")
     argv = [word.replace(f"{folder}/bin/", "") for word in argv]  # $(which torchrun)
-    if not folder.name.startswith(f"holdfast-{job_id}-"):  # of the job that has submitted this one
+    # Else it is that of the job which has submitted this one.
+    if not (folder.name.startswith(f"holdfast-{job_id}-") and folder.is_dir()):
         _become(argv, outside(env))
     if argv[0] in RESTARTS:
         if restarts_itself(argv, job_id):

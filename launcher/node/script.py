@@ -78,18 +78,17 @@ class Script:
         (folder / WHERE).write_text(str(Path.cwd()), encoding="utf-8")
 
     def run(self, words: Sequence[str]) -> int:
-        """Run the script, and put the job back where that is due; return the script's code."""
+        """Run the script, and put the job back where that is due; return as Popen.returncode."""
         with taken_signals((*HANDED_ON, signal.SIGCHLD)) as wait:
             child = subprocess.Popen([*_interpreter(Path(words[0])), *words], env=self._own_env())
             while child.poll() is None:
                 number = wait(TURN_S)
                 if number is not None and number != signal.SIGCHLD:
                     self._hand_on(number, child.pid)
-                if (self.folder / ASKED).exists() and self._seconds_left() < LAST_S:
-                    say("the script's last lines take too long for its time limit")
-                    self._continue()
+                if self._seconds_left() < LAST_S:
+                    self._continue("the script's last lines take too long for its time limit")
             self._continue()
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        return child.returncode
 
     def _own_env(self) -> dict[str, str]:
         programs = self.folder / "bin"
@@ -133,11 +132,14 @@ class Script:
         end = self._env.get("SLURM_JOB_END_TIME", "")
         return int(end) - time.time() if end.isdecimal() else float("inf")
 
-    def _continue(self) -> None:
+    def _continue(self, why: str = "") -> None:
         """Put the job back into the queue if a launch is to go on there; then Slurm ends this."""
         due = [attempt for _, _, run in self._launches() if (attempt := self._due(run))]
         if not due or not self._put_back:
             return
+        self._put_back = False
+        if why:
+            say(why)
         if (self.folder / OWN_RESTART).exists():
             say("the script restarts its job itself: it is not put back into the queue here too")
         elif self._env.get("SLURM_TASK_PID") == str(os.getpid()):
@@ -177,7 +179,11 @@ def main() -> int:
     # The script's first line knows by the name that it runs below this.
     prefix = f"holdfast-{os.environ.get('SLURM_JOB_ID')}-"
     with tempfile.TemporaryDirectory(prefix=prefix) as folder:
-        return Script(Path(folder), words[:cut], os.environ).run(words[cut + 1 :])
+        code = Script(Path(folder), words[:cut], os.environ).run(words[cut + 1 :])
+    if code < 0:  # Slurm is to see the signal, as of the script itself
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":
