@@ -182,6 +182,7 @@ def main() -> int:
         code = Script(Path(folder), words[:cut], os.environ).run(words[cut + 1 :])
     if code < 0:  # Slurm is to see the signal, as of the script itself
         signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     return code
 

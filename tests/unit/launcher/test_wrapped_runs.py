@@ -255,7 +255,12 @@ def test_programs_find_nothing_of_ours():
 def test_what_is_signalled_in_the_background_passes_signals_on(job):
     code, out = job.run(
         """\
-printf '#!/bin/bash\\ntrap "echo got; exit 7" USR1\\ntouch up\\nwhile :; do sleep 0.1; done' >programs/srun
+cat >programs/srun <<'END'
+#!/bin/bash
+trap "echo got; exit 7" USR1
+touch up
+while :; do sleep 0.1; done
+END
 srun x &
 until [[ -e up ]]; do sleep 0.1; done
 kill -USR1 $!; wait $!; echo "code $?"
