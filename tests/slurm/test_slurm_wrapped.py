@@ -224,6 +224,83 @@ def test_the_python_of_an_environment_that_the_set_up_activates_runs(slurm, tmp_
         assert (tmp_path / "prefix").read_text() == str(folder)
 
 
+LIFE = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodes=2 --ntasks-per-node=1
+set -uo pipefail
+export PATH={bin}:$PATH
+trap 'echo exits >>life' EXIT
+{successor}
+hosts=$(srun --ntasks=2 hostname | sort | tr '\\n' ' ')
+echo "on $hosts" >>life
+LAUNCH="srun nice -n 1 torchrun --nnodes=2"
+for turn in 1 2; do
+  $LAUNCH turns.py $turn 2>&1 | tee "log.$turn"
+  echo "turn $turn: ${{PIPESTATUS[0]}}" >>life
+done
+torchrun --standalone turns.py alone >log.alone
+cp log.2 copied && echo copied >>life
+"""
+TURNS = """\
+import os, signal, sys, time
+from pathlib import Path
+turn, rank = sys.argv[1], os.environ["RANK"]
+print(f"turn {{turn}}, rank {{rank}} of {{os.environ['WORLD_SIZE']}}", flush=True)
+if turn == "2" and not Path(f"saved.{{rank}}").exists():
+    def save(*_):
+        Path(f"saved.{{rank}}").touch()
+        os._exit(91)
+    signal.signal(signal.SIGTERM, save)
+    Path(f"up.{{rank}}").touch()
+    time.sleep(600)
+"""
+
+
+def living(slurm, folder, successor=""):
+    """Submit a script of two trainings and more; ask it to end once the second runs."""
+    (folder / "turns.py").write_text(TURNS.format())
+    script = LIFE.format(bin=Path(sys.executable).parent, successor=successor)
+    made, _ = wrapped(slurm, folder, script)
+    job, first = submitted(slurm, folder, made)
+    first.until("the second", lambda: len(list(folder.glob("up.*"))) == 2)
+    slurm.run("scancel", "--signal=USR2", "--batch", job)
+    return job, first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_script_of_several_trainings_lives_on_around_its_requeue(slurm, tmp_path):
+    """Pipes are full, last lines and the EXIT trap run, and what has ended is not trained again."""
+    job, first = living(slurm, tmp_path)
+    assert first.ended(job, "COMPLETED").restarts == 1, first.story()
+    one = ["on n1 n2 ", "turn 1: 0", "turn 2: 91", "copied", "exits"]
+    two = ["on n1 n2 ", "turn 1: 0", "turn 2: 0", "copied", "exits"]
+    assert (tmp_path / "life").read_text().splitlines() == [*one, *two], first.story()
+    shown = (tmp_path / "log.2").read_text().splitlines()
+    assert sorted(line for line in shown if line.startswith("turn")) == [
+        "turn 2, rank 0 of 2",
+        "turn 2, rank 1 of 2",
+    ]
+    assert "turn alone, rank 0 of 1" in (tmp_path / "log.alone").read_text()
+    ends = {path.name: [e["code"] for e in submitted_run(slurm, path).events("run.ended")]
+            for path in sorted((tmp_path / "runs").iterdir())}  # fmt: skip
+    assert ends == {f"own-{job}": [0], f"own-{job}-2": [91, 0], f"own-{job}-3": [91, 0]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_script_that_submits_its_own_successor_has_one_restart(slurm, tmp_path):
+    again = "sbatch --dependency=afterany:$SLURM_JOB_ID --parsable wrapped.sbatch >next"
+    once = f"[[ -e next ]] || {again}"
+    job, first = living(slurm, tmp_path, once)
+    assert first.ended(job, "COMPLETED").restarts == 0, first.story()
+    assert "restarts its job itself" in (tmp_path / f"own-{job}.out").read_text()
+    successor = (tmp_path / "next").read_text().strip()
+    slurm.wait_state(successor, "COMPLETED", timeout_s=WAIT_S)
+    assert "rank 0 of 2" in (tmp_path / "log.2").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_wrapped_script_survives_a_lost_node_and_its_time_limit(slurm, tmp_path):
