@@ -105,7 +105,8 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
     if in_pod and (with_srun or found[0]):
         cannot_wrap(f"expected torchrun \N{HORIZONTAL ELLIPSIS}, found {shlex.join(argv[:8])}")
     options.check()
-    given = torchrun_arguments(program, found[1], alone=not with_srun and not in_pod)
+    alone = not with_srun and not in_pod
+    given = torchrun_arguments(program, found[1], alone=alone)
     notes = [
         f"torchrun: --{name.replace('_', '-')} is not needed"
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
@@ -121,10 +122,10 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
         cannot_wrap(f"torchrun waits for {least} nodes, and is started on {num_nodes}")
     return Launch(
         torchrun=program[found[0]],
-        srun=(*options.kept, *options.gpus_per_node(num_nodes)),
+        srun=(*options.kept, *options.gpus_per_node(num_nodes), *_of_batch(env, alone=alone)),
         options=options,
         prefix=program[: found[0]],
-        alone=not with_srun,
+        alone=alone,
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(
@@ -135,6 +136,12 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
         shutdown_timeout_s=shutdown_timeout_of(given.shutdown_timeout),
         notes=(*notes, *unused(given, options)),
     )
+
+
+def _of_batch(env: Mapping[str, str], *, alone: bool) -> tuple[str, ...]:
+    """Return the options of an srun for what would have run beside the batch script's shell."""
+    cpus = env.get("SLURM_CPUS_ON_NODE", "") if alone else ""
+    return ("--overlap", f"--cpus-per-task={cpus}") if cpus else ()
 
 
 def _refuse_other_launches(program: Sequence[str]) -> None:
