@@ -23,6 +23,8 @@ COMMANDS = (
     "beat",
     "steps",
     "agent",
+    "task",
+    "launched",
     "watchdog",
     "end",
     "again",
@@ -33,6 +35,8 @@ COMMANDS = (
 HELD = {
     "steps": (signal.SIGUSR2,),  # asks to save: it may come early
     "agent": (signal.SIGUSR2,),
+    "task": (signal.SIGUSR2,),
+    "launched": (signal.SIGUSR2,),
     # PID 1 never hears of a signal that it neither handles nor holds back.
     "pod": (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
 }
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DO_NOT_RESTART
 
 
-def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR0911  one for each command
+def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: C901, PLR0911  one for each
     if given.command == "pod":
         from launcher.node.pod import pod
 
@@ -93,6 +97,14 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
             from launcher.node.agent import run_agent
 
             return run_agent(attempt, this, os.environ, more, apart=given.apart)
+        case "task":
+            from launcher.node.task import run_task
+
+            return run_task(attempt, this, os.environ, more, apart=given.apart)
+        case "launched":
+            from launcher.node.task import launched
+
+            launched(attempt, os.environ, more, apart=given.apart)
         case "watchdog":
             from launcher.node.agent import Watchdog
 

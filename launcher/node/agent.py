@@ -55,7 +55,7 @@ def run_agent(
             say(f"{node}: agent and workers run {python_here()}")
         shutdown_s = float(shutdown) if shutdown else None
         try:
-            own = as_of_one_srun(env, node, _nodes(env))
+            own = as_of_one_srun(env, node, nodes_of(env))
             agent = AgentProcess(attempt, node, command, own, shutdown_s=shutdown_s)
         except OSError as error:  # of a container: its program is not on this node
             say(f"{node}: the agent cannot be started: {error}")
@@ -81,7 +81,7 @@ def run_agent(
     return code
 
 
-def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
+def nodes_of(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of all agents."""
     on = env.get(NODES_VARIABLE)
     return tuple(on.split(",")) if on else expand_nodes(env.get("SLURM_JOB_NODELIST", ""))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-from elastic_trainer.storage.files import read_json, write_atomic
+from elastic_trainer.storage.files import read_json, read_regular, write_atomic
 from launcher.node.attempt import Attempt, say
 from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
 from launcher.plan.search import plan
@@ -28,6 +28,7 @@ from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import Launch, job_of, launch_of
 from launcher.wrap.wrapped import script_of
 
+_LONGEST_SCRIPT: Final = 1 << 20
 _MOST: Final = 1000
 """Runs of one job: each launch has one."""
 
@@ -46,14 +47,14 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     argv = [word.replace(f"{folder}/bin/", "") for word in argv]  # $(which torchrun)
     # Else it is that of the job which has submitted this one.
     if not (folder.name.startswith(f"holdfast-{job_id}-") and folder.is_dir()):
-        _become(argv, outside(env))
+        become(argv, outside(env))
     if argv[0] in RESTARTS:
         if restarts_itself(argv, job_id):
             (folder / OWN_RESTART).touch()
-        _become(argv, outside(env))
+        become(argv, outside(env))
     os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
     try:
-        launch = launch_of(argv, env)
+        launch = launch_of(argv, env, _script)
         made = None if launch is None else agents_script(launch, env)
     except UserError as error:
         if error.code != "HF169":
@@ -61,8 +62,18 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         say(f"{error}; {argv[0]} runs as without holdfast")
         made = None
     if made is None:
-        _become(argv, outside(env))
-    _become(["/bin/bash", str(made)], {**outside(env), FOLDER: str(folder)})
+        become(argv, outside(env))
+    own = {FOLDER: str(folder), ENDING: env.get(ENDING, "")}
+    become(["/bin/bash", str(made)], {**outside(env), **own})
+
+
+def _script(word: str) -> str:
+    """Return the text of a script that a word names; empty: it names none."""
+    try:
+        text = read_regular(Path(word), _LONGEST_SCRIPT)
+    except (OSError, ValueError):
+        return ""
+    return text.decode(errors="replace") if text.startswith(b"#!") or word.endswith("sh") else ""
 
 
 def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
@@ -145,7 +156,8 @@ def _run_dir(name: str, launch: Launch, folder: Path) -> Path:
         path = runs / (name if number == 1 else f"{name}-{number}")
         claim = folder / "claims" / path.name
         before = read_json(path / "job.json").get("command") if is_run(path) else None
-        if claim.exists() or before not in (None, list(launch.command)):
+        others = before not in (None, list(launch.command))
+        if claim.exists() or (others and not launch.program):
             continue
         claim.parent.mkdir(exist_ok=True)
         try:
@@ -156,7 +168,7 @@ def _run_dir(name: str, launch: Launch, folder: Path) -> Path:
     raise UserError("HF169", f"this job has started {_MOST} trainings: submit a job for each")
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+def become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Replace this process by a program."""
     program = shutil.which(argv[0], path=env.get("PATH"))
     if program is None:

@@ -212,6 +212,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "on": Quoted(""),
         "wrapped": False,
         "prefix": Quoted(""),
+        "program": None,
         "show": Quoted(""),
         "container": slurm.container,
         "ours": _ours(spec, automatic),

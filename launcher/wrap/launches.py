@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -26,6 +26,12 @@ _JOIN_TIMEOUT: Final = re.compile(r"(?:^|,)join_timeout=(\d+(?:\.\d+)?)(?:,|$)")
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
 AFTER_KILL_S: Final = 30.0
 """Part of a pod's time to shut down: its agent ends after it has killed its workers."""
+TASK: Final = "HOLDFAST_TASK"
+"""Variable with the run, where a shell runs that starts a training on its node."""
+NOT_YET: Final = ("--no-python", "false")
+"""Command of a job whose nodes have not said yet what they start."""
+_VARIABLE: Final = re.compile(r"\$\{?(\w+)")
+_FIRST_LINE: Final = re.compile(r"#!\s*\S*?\b(?:env\s+)?(bash|dash|ksh|sh|zsh)\b")
 _PREFIXES: Final = frozenset(
     {"env", "nice", "ionice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"}
 )
@@ -51,6 +57,8 @@ class Launch:
     """What runs it, as `numactl -N 0` or `apptainer exec IMAGE`."""
     alone: bool
     """It is started without srun: on this node only."""
+    program: tuple[str, ...] = ()
+    """The shell that starts it on each node, where its workers and command are known first."""
     nodes: tuple[int, int]
     """Least and most."""
     workers: int
@@ -72,7 +80,7 @@ class Launch:
     @property
     def has_own_python(self) -> bool:
         """Whether its Python is found only where it runs."""
-        return self.options.in_container or bool(self.inside)
+        return self.options.in_container or bool(self.inside or self.program)
 
 
 def _name(word: str) -> str:
@@ -90,18 +98,22 @@ def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
-    """Take a launch apart; None: this starts no training. `env` is the batch script's or the pod's.
+def launch_of(
+    argv: Sequence[str], env: Mapping[str, str], read: Callable[[str], str] = lambda _: ""
+) -> Launch | None:
+    """Take a launch apart; None: this starts no training.
+
+    `env` is that of the batch script, of the pod, or of the shell that a `program` runs on a node;
+    `read` returns the text of a script, if it is one.
 
     Raises:
         UserError: HF169, it is one that cannot be wrapped.
     """
-    in_pod, with_srun = is_pod(env), _name(argv[0]) == "srun"
+    in_pod, with_srun = is_pod(env) or TASK in env, _name(argv[0]) == "srun"
     options, program = srun_of(argv[1:] if with_srun else ("--", *argv))
     found = find_torchrun(program)
     if found is None or (found[0] and _name(program[0]) not in _BEFORE):
-        _refuse_other_launches(program)
-        return None
+        return _in_shell(options, program, env, read) if with_srun else None
     if in_pod and (with_srun or found[0]):
         cannot_wrap(f"expected torchrun \N{HORIZONTAL ELLIPSIS}, found {shlex.join(argv[:8])}")
     options.check()
@@ -112,7 +124,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch | None:
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
         if getattr(given, name) is not None
     ]
-    of_job = env.get("SLURM_JOB_NUM_NODES") or "1"
+    of_job = env.get("SLURM_NNODES" if TASK in env else "SLURM_JOB_NUM_NODES") or "1"
     num_nodes = options.num_nodes or (int(of_job) if with_srun else 1)
     asked = "1" if given.standalone else given.nnodes or env.get("PET_NNODES")
     least, _, most = (asked or (of_job if in_pod else str(num_nodes))).partition(":")
@@ -144,20 +156,51 @@ def _of_batch(env: Mapping[str, str], *, alone: bool) -> tuple[str, ...]:
     return ("--overlap", f"--cpus-per-task={cpus}") if cpus else ()
 
 
-def _refuse_other_launches(program: Sequence[str]) -> None:
-    """Refuse what starts a training in a way that is not understood.
+def _in_shell(
+    options: SrunOptions,
+    program: Sequence[str],
+    env: Mapping[str, str],
+    read: Callable[[str], str],
+) -> Launch | None:
+    """Return a launch that a shell starts on each node; None: as far as its text says it does not.
 
     Raises:
         UserError: HF169.
     """
-    words = program[:1] if not program or _name(program[0]) not in _BEFORE else program
-    names = {*map(_name, words)}
-    shell = next((at for at, word in enumerate(program) if _name(word) in _SHELLS), None)
-    if shell is not None and any(map(TORCHRUN.search, program[shell:])):
-        cannot_wrap("torchrun is within a shell's command; let srun start it itself")
+    behind = bool(program) and _name(program[0]) in _BEFORE
     for name in ("accelerate", "deepspeed"):
-        if name in names:
+        if name in map(_name, program if behind else program[:1]):
             cannot_wrap(f"{name} is not understood; torchrun runs the same script")
+    shells = (at for at, word in enumerate(program) if _name(word) in _SHELLS)
+    first = next(shells, 0) if behind else 0
+    shell, words = (_name(program[first]), program[first + 1 :]) if program else ("", ())
+    if shell not in _SHELLS:
+        words, begin = program[:1], _FIRST_LINE.match(read(program[0]) if program else "")
+        shell = begin[1] if begin else ""
+    text = " ".join([*words, *map(read, words[:2])])
+    texts = [text, *(env.get(name, "") for name in _VARIABLE.findall(text))]
+    if not shell or not any(map(TORCHRUN.search, texts)):
+        return None
+    if shell != "bash":
+        cannot_wrap(f"torchrun is started by {shell}, which may be another shell than bash")
+    if first and _name(program[0]) not in _PREFIXES:
+        cannot_wrap(f"torchrun is within a shell's command behind {program[0]}")
+    options.check()
+    num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
+    return Launch(
+        torchrun="",
+        srun=(*options.kept, *options.gpus_per_node(num_nodes)),
+        options=options,
+        prefix=(),
+        alone=False,
+        program=tuple(program),
+        nodes=(num_nodes, num_nodes),
+        workers=1,
+        command=NOT_YET,
+        join_timeout_s=None,
+        shutdown_timeout_s=None,
+        notes=(),
+    )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -148,6 +148,9 @@ def script_of(
         srun_options=() if pyxis else options,
         container_python=CONTAINER_PYTHON,
         prefix=Quoted("" if launch.inside else "".join(f"{quoted(w)} " for w in launch.prefix)),
+        program=words(*launch.program) if launch.program else None,
+        task_python=CONTAINER_PYTHON if pyxis else Quoted('"$hf_python"'),
+        apart=Quoted(" --apart" if pyxis else ""),
         inside=words(*launch.inside) if launch.inside else None,
         logs=step_log(run, array=False),
     )

@@ -301,6 +301,45 @@ def test_a_script_that_submits_its_own_successor_has_one_restart(slurm, tmp_path
     assert "rank 0 of 2" in (tmp_path / "log.2").read_text()
 
 
+IN_SHELL = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodes=3 --ntasks-per-node=1
+export LAUNCHER="python -u -m torch.distributed.run --nnodes 2:3 --rdzv_conf join_timeout=30"
+export TRAIN="train.py $PWD"
+srun bash -c '
+  export PATH={bin}:$PATH
+  echo "$SLURM_NODEID of $SLURM_NNODES" >node.$SLURM_PROCID
+  $LAUNCHER --node_rank $SLURM_PROCID $TRAIN
+  echo "node $SLURM_PROCID ends with $?" >>ends
+'
+echo "srun ended with $?" >after
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_shell_on_each_node_that_starts_a_training_survives_a_lost_node(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "how").write_text("143")
+    made, _ = wrapped(slurm, tmp_path, IN_SHELL.format(bin=Path(sys.executable).parent))
+    job, run = submitted(slurm, tmp_path, made)
+    run.until("first steps", lambda: len(run.events("script.progress")) > 2)
+    assert len(run.events("epoch.formed")[-1]["members"]) == 3
+    nodes = {path.name: path.read_text() for path in tmp_path.glob("node.*")}
+    assert nodes == {f"node.{n}": f"{n} of 3\n" for n in range(3)}
+    lost = next(node for node in slurm.names if node != slurm.job(job).batch_host)
+    slurm.power_off(lost)
+    run.until("without it", lambda: len(run.events("epoch.formed")[-1]["members"]) == 2)
+    total = max(event["step"] for event in run.events("script.progress")) + 20
+    (tmp_path / "total").write_text(str(total))
+    assert run.ended(job, "COMPLETED").restarts == 0, run.story()
+    assert (tmp_path / "after").read_text() == "srun ended with 0\n"
+    assert all(
+        line.endswith("ends with 0") for line in (tmp_path / "ends").read_text().splitlines()
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_wrapped_script_survives_a_lost_node_and_its_time_limit(slurm, tmp_path):

@@ -14,7 +14,7 @@ from launcher.cli.main import run_cli
 from launcher.plan.search import plan
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
-from launcher.wrap.launches import job_of, launch_of
+from launcher.wrap.launches import NOT_YET, job_of, launch_of
 from launcher.wrap.sruns import srun_of
 from launcher.wrap.wrapped import script_of
 
@@ -161,8 +161,8 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun --nodes=0 torchrun t.py",
         "srun --pty torchrun t.py",
         "srun --het-group=0,1 torchrun t.py",
-        "srun bash -c torchrun\\ t.py",
-        "srun numactl -N 0 bash -lc torchrun\\ t.py",
+        "srun sh -c torchrun\\ t.py",
+        "srun apptainer exec i bash -lc torchrun\\ t.py",
         "srun accelerate launch t.py",
         "srun deepspeed t.py",
     ],
@@ -229,6 +229,39 @@ def test_what_runs_a_torchrun_stays(argv, options, prefix, torchrun, apart):
         assert f'agent "$hf_run" -- \\\n    {prefix} &' in text
     elif prefix:
         assert f'\n    {prefix} "$hf_python" -P -m launcher.node agent' in text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "srun -N2 bash -c 'cd x && torchrun --node_rank $SLURM_NODEID t.py'",
+        "srun -N2 numactl -N 0 /bin/bash -lc 'python -m torch.distributed.run t.py'",
+        "srun -N2 bash -c '$LAUNCHER t.py'",
+        "srun -N2 bash start.sh a b",
+        "srun -N2 ./start.sh a b",
+    ],
+)
+def test_a_shell_that_starts_a_training_on_each_node(argv):
+    env = {**ENV, "LAUNCHER": "python -u -m torch.distributed.run"}
+    texts = {"start.sh": "#!/usr/bin/env bash\ntorchrun", "./start.sh": "#!/bin/bash -e\ntorchrun"}
+    words = shlex.split(argv)
+    launch = launch_of(words, env, lambda word: texts.get(word, ""))
+    assert launch.program == tuple(words[2:])
+    assert (launch.nodes, launch.command) == ((2, 2), NOT_YET)
+    spec = load_spec(job_of(launch, env))
+    text = script_of(spec, plan(spec), launch, run_dir=Path("/r"), python="/p")
+    assert (
+        f'"$hf_python" -P -m launcher.node task "$hf_run" -- \\\n    {shlex.join(words[2:])} &'
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["srun bash -c 'nvidia-smi $X'", "srun ./a.sh", "srun bash prepare.sh torch", "srun sh x"],
+)
+def test_other_shells_are_left_alone(argv):
+    assert launch_of(shlex.split(argv), {**ENV, "X": "y"}, lambda _: "#!/bin/bash\nls") is None
 
 
 def test_a_torchrun_of_its_own_is_one_node():

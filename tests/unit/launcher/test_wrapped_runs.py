@@ -286,3 +286,45 @@ def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, mon
     assert runs == ["job-7", "job-7-2", "job-7-3", "job-7-3", "job-7", "job-7-2"]
     told = json.loads((tmp_path / "runs/job-7-3/job.json").read_text())
     assert told["command"] == ["b.py"]
+
+
+SHELL = """\
+echo "$SLURM_NODEID of $SLURM_NNODES"
+export PATH=/opt/env/bin:$PATH
+python --version | cut -c1-6
+export HOLDFAST_PYTHON=$PWD/says
+torchrun --nnodes 2 'a  b'; echo "code $?"
+python3 -u -m torch.distributed.run c
+nice -n 1 torchrun d
+exec torchrun e
+"""
+
+
+def test_a_shell_on_a_node_runs_as_it_is_but_for_what_starts_a_training(job):
+    (job.folder / "says").write_text(f"{SAYS}exit 7\n")
+    (job.folder / "says").chmod(0o755)
+    run = job.folder / "run"
+    (run / "attempts" / "7.0").mkdir(parents=True)
+    env = {**job.env, "SLURM_JOB_NODELIST": "n1,n2", "SLURMD_NODENAME": "n2"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.node", "task", run, "--", "bash", "-c", SHELL],
+        cwd=job.folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    words = ["-P", "-m", "launcher.node", "launched", str(run), "--"]
+    given = ["torchrun --nnodes 2|a  b", "python3 -u -m torch.distributed.run c", "torchrun d"]
+    called = [
+        "says" + "".join(f" <{word}>" for word in [*words, *each.replace("|", " ").split(" ")])
+        for each in given
+    ]
+    assert done.stdout.splitlines()[:2] == ["1 of 2", "Python"], done.stderr
+    assert "code 7" in done.stdout
+    assert job.called[1:3] == called[1:], done.stderr
+    assert job.called[0].endswith("<torchrun> <--nnodes> <2> <a  b>")
+    assert job.called[3].endswith("<torchrun> <e>")
+    assert done.returncode == 7
+    assert (run / "attempts" / "7.0" / "exit" / "n2").read_text() == "7\n"
