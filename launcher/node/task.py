@@ -1,8 +1,8 @@
-"""On a node: a shell of a wrapped script that starts a training somewhere in its text.
+"""On a node: a program of a wrapped script that starts a training somewhere inside, as a shell.
 
-`task` runs the shell as it is, with functions for the programs that start a training, as one srun
-for all nodes would have run it. `launched` is what they run: the first to know writes down what the
-job is, and this node's agent runs in the program's place.
+`task` runs it as it is, as one srun for all nodes would have run it, but for what starts torchrun's
+agent. `launched` is what runs there: the first to know writes down what the job is, and this node's
+agent takes the place.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from elastic_trainer.storage.files import read_json, write_atomic
+from launcher import wrap
 from launcher.node.agent import TAKEN, as_of_one_srun, nodes_of, taken_signals
 from launcher.node.attempt import Attempt
 from launcher.node.launch import become, ending_in
@@ -26,57 +27,74 @@ from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import NOT_YET, TASK, job_of, launch_of
 
+_HOOK: Final = str(Path(wrap.__file__).with_name("hook"))
+"""For every Python: `torch.distributed.run` becomes the agent (launcher/wrap/hook)."""
 _RUN: Final = '"$HOLDFAST_PYTHON" -P -m launcher.node launched "$HOLDFAST_TASK" $HOLDFAST_APART --'
-_FUNCTION: Final = f"""() {{
-  trap : HUP TERM USR1 USR2
-  {_RUN} %s "$@"
-  set -- $?
-  trap - HUP TERM USR1 USR2
-  return "$1"
-}}"""
-"""Every process of a step gets its signals, and a shell that one ends takes its agent along."""
-_OF_PYTHON: Final = """() {
+_OF_PYTHON: Final = f"""() {{
   case " $* " in
-    *" -m torch.distributed."*) holdfast_torchrun %s "$@" ;;
+    *" -m torch.distributed."*) {_RUN} %s "$@" ;;
     *) command %s "$@" ;;
   esac
-}"""
+}}"""
+_BEGIN: Final = """\
+# Every process of a step gets its signals: a shell that one ends would take its agent along.
+trap : HUP TERM USR1 USR2
+[[ -z ${HOLDFAST_BASH_ENV-} ]] || . "$HOLDFAST_BASH_ENV"
+"""
+_FOLDER: Final = "HOLDFAST_TASK_FOLDER"
+_FUNCTIONS: Final = {
+    "torchrun": f'() {{ {_RUN} torchrun "$@"\n}}',
+    **{name: _OF_PYTHON % (name, name) for name in ("python", "python3")},
+}
+"""Of bash: sooner there than the hook, which first imports torch."""
 
 
 def run_task(
     attempt: Attempt, node: str, env: Mapping[str, str], words: Sequence[str], *, apart: bool
 ) -> int:
-    """Run a shell; return its code. One that has started no agent ends with a code all the same."""
-    functions = {
-        "torchrun": _FUNCTION % "torchrun",
-        "holdfast_torchrun": _FUNCTION % "",
-        **{name: _OF_PYTHON % (name, name) for name in ("python", "python3")},
-    }
+    """Run a program; return its code, which this node has if no agent of it ends otherwise."""
     with tempfile.TemporaryDirectory(prefix="holdfast-task-") as folder:
-        program = Path(folder, "torchrun")  # for exec, numactl and others
-        program.write_text(f'#!/bin/sh\nexec {_RUN} torchrun "$@"\n')
-        program.chmod(0o755)
-        own = {
-            **as_of_one_srun(env, node, nodes_of(env)),
-            **{f"BASH_FUNC_{name}%%": text for name, text in functions.items()},
-            "PATH": f"{folder}:{env.get('PATH', os.defpath)}",
+        own = as_of_one_srun(env, node, nodes_of(env)) | {
             "HOLDFAST_PYTHON": sys.executable,
             "HOLDFAST_APART": "--apart" if apart else "",
             TASK: str(attempt.run_dir),
-            _FOLDER: folder,
         }
         with taken_signals(TAKEN) as wait:
-            shell = subprocess.Popen(words, env=own)
-            while shell.poll() is None:
-                wait(1.0)  # the shell and what it runs get the signals too
-    code = shell.returncode if shell.returncode >= 0 else 128 - shell.returncode
+            program = subprocess.Popen(words, env=with_ours(own, folder))
+            while program.poll() is None:
+                wait(1.0)  # it gets the signals as well
+    code = program.returncode if program.returncode >= 0 else 128 - program.returncode
     if node not in attempt.exits():
         attempt.note_exit(node, code)
     return code
 
 
-_FOLDER: Final = "HOLDFAST_TASK_FOLDER"
-_OURS: Final = ("HOLDFAST_PYTHON", "HOLDFAST_APART", TASK, _FOLDER)
+def with_ours(env: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return an environment in which programs find an agent in torchrun's place."""
+    torchrun, begin = Path(folder, "torchrun"), Path(folder, "begin")
+    torchrun.write_text(f'#!/bin/sh\nexec {_RUN} torchrun "$@"\n')
+    torchrun.chmod(0o755)  # for exec, numactl and others
+    begin.write_text(_BEGIN)
+    first = {"PATH": folder, "PYTHONPATH": _HOOK}
+    return {
+        **env,
+        **{f"BASH_FUNC_{name}%%": text for name, text in _FUNCTIONS.items()},
+        **{name: ":".join(filter(None, (own, env.get(name)))) for name, own in first.items()},
+        "HOLDFAST_BASH_ENV": env.get("BASH_ENV", ""),
+        "BASH_ENV": str(begin),
+        _FOLDER: folder,
+    }
+
+
+def without_ours(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what an environment was before `with_ours`, and what has changed in it since."""
+    gone = {"HOLDFAST_PYTHON", "HOLDFAST_APART", "HOLDFAST_BASH_ENV", "BASH_ENV", TASK, _FOLDER}
+    gone |= {f"BASH_FUNC_{name}%%" for name in _FUNCTIONS}
+    own = {name: value for name, value in env.items() if name not in gone}
+    for name, path in (("PATH", env[_FOLDER]), ("PYTHONPATH", _HOOK)):
+        kept = [each for each in own.pop(name, "").split(":") if each not in ("", path)]
+        own |= {name: ":".join(kept)} if kept else {}
+    return own | ({"BASH_ENV": before} if (before := env.get("HOLDFAST_BASH_ENV")) else {})
 
 
 def launched(
@@ -90,13 +108,8 @@ def launched(
     """
     if (launch := launch_of(argv, env)) is None:
         raise UserError("HF169", f"this starts no training: {' '.join(argv[:8])}")
-    functions = {f"BASH_FUNC_{name}%%" for name in ("torchrun", "holdfast_torchrun", "python")}
-    functions.add("BASH_FUNC_python3%%")
-    path = env.get("PATH", "").split(os.pathsep)
-    own = {name: value for name, value in env.items() if name not in functions.union(_OURS)}
-    own["PATH"] = os.pathsep.join(each for each in path if each != env.get(_FOLDER))
+    own, run_dir = without_ours(env), attempt.run_dir
     spec = load_spec(job_of(launch, env, ending_in(env, Path(env[_FOLDER]))))
-    run_dir = attempt.run_dir
     before = read_json(run_dir / "job.json").get("command")
     if before == list(NOT_YET):
         files = render_local(
@@ -106,7 +119,6 @@ def launched(
             write_atomic(run_dir / name, text)
     elif before != list(launch.command):
         raise UserError("HF169", f"{run_dir} is of another training, {before}: submit a new job")
-    os.environ["PATH"] = own["PATH"]
-    python = agents_python(launch.torchrun)
-    words = [python, "-P", "-m", "launcher.node", "agent", str(run_dir)]
+    os.environ["PATH"] = own.get("PATH", os.defpath)
+    words = [agents_python(launch.torchrun), "-P", "-m", "launcher.node", "agent", str(run_dir)]
     become([*words, *(["--apart"] if apart else [])], own)

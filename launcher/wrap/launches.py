@@ -40,6 +40,13 @@ _APART: Final = frozenset(
 )
 """Programs that run another in an image, or in an environment, with its own `python3`."""
 _BEFORE: Final = _PREFIXES | _APART
+_IMAGES: Final = frozenset({"apptainer", "singularity"})
+_BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "tune"})
+"""Programs that call torch.distributed.run (accelerate/commands/launch.py, axolotl/cli,
+torchtune/_cli/run.py)."""
+_STARTS: Final = re.compile(
+    TORCHRUN.pattern + r"|\baccelerate\s+launch\b|\baxolotl\s+train\b|\btune\s+run\b"
+)
 _SHELLS: Final = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 
 
@@ -117,7 +124,7 @@ def launch_of(
     if in_pod and (with_srun or found[0]):
         cannot_wrap(f"expected torchrun \N{HORIZONTAL ELLIPSIS}, found {shlex.join(argv[:8])}")
     options.check()
-    alone = not with_srun and not in_pod
+    alone = not (with_srun or in_pod) or (TASK in env and env.get("SLURM_NNODES") == "1")
     given = torchrun_arguments(program, found[1], alone=alone)
     notes = [
         f"torchrun: --{name.replace('_', '-')} is not needed"
@@ -168,9 +175,9 @@ def _in_shell(
         UserError: HF169.
     """
     behind = bool(program) and _name(program[0]) in _BEFORE
-    for name in ("accelerate", "deepspeed"):
-        if name in map(_name, program if behind else program[:1]):
-            cannot_wrap(f"{name} is not understood; torchrun runs the same script")
+    names = {*map(_name, program if behind else program[:1])}
+    if "deepspeed" in names:
+        cannot_wrap("deepspeed is not understood; torchrun runs the same script")
     shells = (at for at, word in enumerate(program) if _name(word) in _SHELLS)
     first = next(shells, 0) if behind else 0
     shell, words = (_name(program[first]), program[first + 1 :]) if program else ("", ())
@@ -179,12 +186,13 @@ def _in_shell(
         shell = begin[1] if begin else ""
     text = " ".join([*words, *map(read, words[:2])])
     texts = [text, *(env.get(name, "") for name in _VARIABLE.findall(text))]
-    if not shell or not any(map(TORCHRUN.search, texts)):
-        return None
-    if shell != "bash":
-        cannot_wrap(f"torchrun is started by {shell}, which may be another shell than bash")
-    if first and _name(program[0]) not in _PREFIXES:
-        cannot_wrap(f"torchrun is within a shell's command behind {program[0]}")
+    if not names & _BY_TORCHRUN:
+        if not shell or not any(map(_STARTS.search, texts)):
+            return None
+        if shell != "bash":
+            cannot_wrap(f"torchrun is started by {shell}, which may be another shell than bash")
+    if behind and _name(program[0]) in _IMAGES:
+        cannot_wrap(f"torchrun is started by a program of its own behind {program[0]}")
     options.check()
     num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
     return Launch(

@@ -163,7 +163,7 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun --het-group=0,1 torchrun t.py",
         "srun sh -c torchrun\\ t.py",
         "srun apptainer exec i bash -lc torchrun\\ t.py",
-        "srun accelerate launch t.py",
+        "srun apptainer exec i accelerate launch t.py",
         "srun deepspeed t.py",
     ],
 )
@@ -238,6 +238,8 @@ def test_what_runs_a_torchrun_stays(argv, options, prefix, torchrun, apart):
         "srun -N2 numactl -N 0 /bin/bash -lc 'python -m torch.distributed.run t.py'",
         "srun -N2 bash -c '$LAUNCHER t.py'",
         "srun -N2 bash start.sh a b",
+        "srun -N2 accelerate launch t.py",
+        "srun -N2 uv run tune run t.py",
         "srun -N2 ./start.sh a b",
     ],
 )

@@ -23,6 +23,7 @@ SAYS = """\
 printf '%s' "${0##*/}"; printf ' <%s>' "$@"; printf '\\n'
 { printf '%s' "${0##*/}"; printf ' <%s>' "$@"; printf '\\n'; } >>"$CALLS"
 env >"$CALLS.env"
+env >"$CALLS.env.$(($(wc -l <"$CALLS") - 1))"
 """
 LAUNCH = """\
 #!/bin/bash
@@ -138,8 +139,8 @@ def test_outside_slurm_it_is_the_script_that_it_was(job):
 
 
 def test_a_launch_that_cannot_be_wrapped_runs_and_that_is_said(job):
-    code, out = job.run("srun accelerate launch a.py")
-    assert (code, job.called) == (0, ["srun <accelerate> <launch> <a.py>"])
+    code, out = job.run("srun deepspeed a.py")
+    assert (code, job.called) == (0, ["srun <deepspeed> <a.py>"])
     assert "HF169" in out
 
 
@@ -296,6 +297,9 @@ export HOLDFAST_PYTHON=$PWD/says
 torchrun --nnodes 2 'a  b'; echo "code $?"
 python3 -u -m torch.distributed.run c
 nice -n 1 torchrun d
+%s -m torch.distributed.run --rdzv_conf join_timeout=3 "f  g" --lr 1
+accelerate launch --multi_gpu --num_machines 2 --num_processes 4 --machine_rank 1 \\
+  --main_process_ip h --main_process_port 29500 --mixed_precision bf16 h --q
 exec torchrun e
 """
 
@@ -305,9 +309,11 @@ def test_a_shell_on_a_node_runs_as_it_is_but_for_what_starts_a_training(job):
     (job.folder / "says").chmod(0o755)
     run = job.folder / "run"
     (run / "attempts" / "7.0").mkdir(parents=True)
+    own, bin_ = sys.executable, Path(sys.executable).parent
     env = {**job.env, "SLURM_JOB_NODELIST": "n1,n2", "SLURMD_NODENAME": "n2"}
+    env["PATH"] = f"{bin_}:{env['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "launcher.node", "task", run, "--", "bash", "-c", SHELL],
+        [sys.executable, "-P", "-m", "launcher.node", "task", run, "--", "bash", "-c", SHELL % own],
         cwd=job.folder,
         env=env,
         capture_output=True,
@@ -325,6 +331,11 @@ def test_a_shell_on_a_node_runs_as_it_is_but_for_what_starts_a_training(job):
     assert "code 7" in done.stdout
     assert job.called[1:3] == called[1:], done.stderr
     assert job.called[0].endswith("<torchrun> <--nnodes> <2> <a  b>")
-    assert job.called[3].endswith("<torchrun> <e>")
+    python = f"<{own}> <-m> <torch.distributed.run>"
+    assert job.called[3].endswith(f"{python} <--rdzv-conf=join_timeout=3> <f  g> <--lr> <1>")
+    nodes = "<--nnodes=2> <--nproc-per-node=2> <--rdzv-endpoint=h:29500> <--node-rank=1>"
+    assert job.called[4].endswith(f"{python} {nodes} <h> <--q>")
+    assert job.called[5].endswith("<torchrun> <e>")
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in (job.folder / "calls.env.4").read_text()
     assert done.returncode == 7
     assert (run / "attempts" / "7.0" / "exit" / "n2").read_text() == "7\n"
