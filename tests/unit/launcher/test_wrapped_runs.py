@@ -275,7 +275,7 @@ def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, mon
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     begun = []
-    monkeypatch.setattr("launcher.node.launch._become", lambda argv, _: begun.append(argv[1]))
+    monkeypatch.setattr("launcher.node.launch.become", lambda argv, _: begun.append(argv[1]))
     for start, order in (("one", "aab"), ("two", "baa")):
         folder = tmp_path / f"holdfast-7-{start}"
         (folder / "launches").mkdir(parents=True)
@@ -334,7 +334,7 @@ def test_a_shell_on_a_node_runs_as_it_is_but_for_what_starts_a_training(job):
     python = f"<{own}> <-m> <torch.distributed.run>"
     assert job.called[3].endswith(f"{python} <--rdzv-conf=join_timeout=3> <f  g> <--lr> <1>")
     nodes = "<--nnodes=2> <--nproc-per-node=2> <--rdzv-endpoint=h:29500> <--node-rank=1>"
-    assert job.called[4].endswith(f"{python} {nodes} <h> <--q>")
+    assert job.called[4].endswith(f"<torch.distributed.run> {nodes} <h> <--q>")
     assert job.called[5].endswith("<torchrun> <e>")
     assert "ACCELERATE_MIXED_PRECISION=bf16" in (job.folder / "calls.env.4").read_text()
     assert done.returncode == 7
