@@ -59,8 +59,11 @@ Examples:
     help="Of a PyTorchJob: folder for its run directory, on a volume that all its pods share.  "
     "[default: runs on the only such volume]",
 )
+@click.option("--explain", is_flag=True, help="Of a batch script: say what becomes of its lines.")
 @json_option
-def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) -> None:
+def wrap(
+    *, file: Path, output: Path | None, runs: str | None, explain: bool, as_json: bool
+) -> None:
     """Wrap FILE, so that its job survives lost nodes.
 
     FILE is a batch script that starts a training by torchrun, with srun or without, or a manifest
@@ -71,7 +74,7 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
     """
     from launcher.wrap.interpreter import agents_python
     from launcher.wrap.manifest import is_manifest, wrap_manifest
-    from launcher.wrap.wrapped import wrap_script
+    from launcher.wrap.wrapped import explained, wrap_script
 
     notes: list[str] = []
     secrets: tuple[str, ...] = ()
@@ -97,7 +100,7 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
             )
     else:
         script = wrap_script(text, sys.executable)
-        wrapped, notes = script.text, list(script.notes)
+        wrapped, notes = script.text, explained(text, script) if explain else list(script.notes)
         for word in script.torchruns:  # else only the job's PATH says which it is
             agents_python(word)
     if output is not None:

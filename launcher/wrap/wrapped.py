@@ -21,7 +21,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import leaks
 from launcher.spec.spec import JobSpec
 from launcher.wrap.ending import ending_of
-from launcher.wrap.launches import UNKNOWN, Launch
+from launcher.wrap.launches import TORCHRUN, UNKNOWN, Launch
 from launcher.wrap.sruns import cannot_wrap
 
 _REPLACED: Final = re.compile(
@@ -78,6 +78,47 @@ def wrap_script(text: str, python: str) -> WrappedScript:
     outside = (line for line in commands if not _CONTAINER.search(line))
     torchruns = dict.fromkeys(word for line in outside for word in _BY_PATH.findall(line))
     return WrappedScript("\n".join(wrapped), tuple(torchruns), tuple(ending.said(wish_s)))
+
+
+_MOST_SHOWN: Final = 60
+_RANGE: Final = re.compile(r"--nnodes[= ]\s*[\"']?(\d+):(\d+)")
+_BY_TEXT: Final = (
+    (r"--multi-prog|--het-group|--pty|\bdeepspeed\b", "runs as it is, without agents"),
+    (
+        r"\b(ba)?sh\b.*(-c|\.sh)\b",
+        "runs on each node; agents run where it starts torchrun",
+    ),
+    (rf"{TORCHRUN.pattern}|\baccelerate\s+launch\b", "agents run in its place"),
+    (r"\bsrun\b", "asked when it runs: agents if it starts a training, else it runs as it is"),
+)
+"""What is in a line -> what becomes of it, the first that is found."""
+_RESTARTS: Final = re.compile(r"\bsbatch\b.*(after\w+:|singleton)|\bscontrol\s+requeue\b")
+
+
+def explained(text: str, wrapped: WrappedScript) -> list[str]:
+    """Return what `wrapped` does for the script `text`, in lines that an administrator can check.
+
+    As far as the text says: what is started is known when it is run.
+    """
+    said = []
+    whole = text.replace("\\\n", " \0")
+    number = 1
+    for line in whole.split("\n"):
+        bare = " ".join(line.replace("\0", "").split())
+        if _STARTS.search(bare) and not bare.startswith("#"):
+            what = next((what for form, what in _BY_TEXT if re.search(form, bare)), "agents run")
+            shown = bare if len(bare) <= _MOST_SHOWN else f"{bare[:_MOST_SHOWN]}{UNKNOWN}"
+            said.append(f"line {number}: {shown}: {what}")
+        number += 1 + line.count("\0")
+    if found := _RANGE.search(text):
+        said.append(f"a lost node: the others continue, down to {found[1]} of {found[2]}")
+    else:
+        said.append("a lost node: a fixed number of nodes waits for it, or the job is requeued")
+    said.append("after a restart the script goes on from the newest checkpoint that it loads")
+    said += wrapped.notes
+    if _RESTARTS.search(text):
+        said.append("the script restarts itself: if it does, the job is not requeued as well")
+    return said
 
 
 def _head(lines: Sequence[str]) -> int:

@@ -138,6 +138,32 @@ def test_a_time_limit_below_the_lead_is_refused_before_the_queue(limit):
     wrap(asked, "--shutdown-timeout=11000" if limit.endswith("180") else "")
 
 
+def test_what_becomes_of_a_script_is_explained_line_by_line(tmp_path, capsys):
+    script = tmp_path / "a.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH -N4\nsrun hostname\nsrun --mem=0 torchrun \\\n  --nnodes 2:4 a.py\n"
+        "srun bash -c '$LAUNCHER b.py'\nsrun deepspeed c.py\n# srun torchrun d.py\n"
+        "sbatch --dependency=afterany:$SLURM_JOB_ID a.sbatch\n"
+    )
+    assert run_cli(["wrap", str(script), "--explain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [
+        (
+            "line 3: srun hostname: asked when it runs: agents if it starts a training, else it runs "
+            "as it is"
+        ),
+        "line 4: srun --mem=0 torchrun --nnodes 2:4 a.py: agents run in its place",
+        (
+            "line 6: srun bash -c '$LAUNCHER b.py': runs on each node; agents run where it starts "
+            "torchrun"
+        ),
+        "line 7: srun deepspeed c.py: runs as it is, without agents",
+        "a lost node: the others continue, down to 2 of 4",
+        "after a restart the script goes on from the newest checkpoint that it loads",
+        "180 s before the time limit workers get SIGTERM and have 80 s to save",
+        "the script restarts itself: if it does, the job is not requeued as well",
+    ]
+
+
 def test_options_go_where_sbatch_reads_them_and_lines_with_others_stay():
     head = "#!/bin/bash\n\n# mine\n#SBATCH --requeue --nodes=4 --signal=USR1@60\n#SBATCH -k  # k\n"
     rest = "x <<E\n#SBATCH --requeue\nE\n#SBATCH --time=1\nsrun torchrun a.py\n"
