@@ -148,8 +148,8 @@ def test_what_becomes_of_a_script_is_explained_line_by_line(tmp_path, capsys):
     assert run_cli(["wrap", str(script), "--explain", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [
         (
-            "line 3: srun hostname: asked when it runs: agents if it starts a training, else it runs "
-            "as it is"
+            "line 3: srun hostname: asked when it runs: agents if it starts a training, else "
+            "it runs as it is"
         ),
         "line 4: srun --mem=0 torchrun --nnodes 2:4 a.py: agents run in its place",
         (
