@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from argparse import Namespace
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -18,12 +19,10 @@ _NAME = "torch.distributed.run"
 _MAIN = f"import sys; from {_NAME} import main; sys.exit(main())"
 
 
-def _words(args: Namespace) -> list[str]:
+def _words(torchrun: Any, args: Namespace) -> list[str]:
     """Return the command line of which torchrun's parser has made `args`."""
-    from torch.distributed.run import get_args_parser
-
     found: list[str] = []
-    for action in get_args_parser()._actions:  # noqa: SLF001  argparse has no other list
+    for action in torchrun.get_args_parser()._actions:  # noqa: SLF001  argparse has no other list
         value = getattr(args, action.dest, action.default)
         if not action.option_strings or value in (action.default, None):
             continue
@@ -32,12 +31,12 @@ def _words(args: Namespace) -> list[str]:
     return [*found, args.training_script, *args.training_script_args]
 
 
-def _run(args: Namespace) -> None:
+def _run(torchrun: Any, args: Namespace) -> None:
     python, run, apart = (os.environ[f"HOLDFAST_{name}"] for name in ("PYTHON", "TASK", "APART"))
     words = [python, "-P", "-m", "launcher.node", "launched", run, *filter(None, [apart])]
     sys.stdout.flush()
     sys.stderr.flush()
-    as_torchrun = [sys.executable, "-m", _NAME, *_words(args)]
+    as_torchrun = [sys.executable, "-m", _NAME, *_words(torchrun, args)]
     os.execv(python, [*words, "--", *as_torchrun])  # noqa: S606  an argument list, no shell
 
 
@@ -53,7 +52,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         self._own.exec_module(module)
-        module.run = _run
+        module.run = partial(_run, module)
 
     def get_code(self, _name: str) -> CodeType:
         """Return what `python -m` runs as __main__."""
