@@ -73,7 +73,7 @@ class RunRecord:
         if newest or without:
             self._without += (_OF_START, _OF_EXIT)
         self._offsets: dict[str, int] = {}
-        self._full = 2 * NEWEST
+        self._full = NEWEST + NEWEST // 8
         """With more events than these, some may be forgotten."""
 
     def poll(self) -> list[Event]:
@@ -107,7 +107,7 @@ class RunRecord:
         self.events = [event for i, event in enumerate(self.events) if i not in older]
         if len(self.events) > MOST_EVENTS:
             del self.events[: -MOST_EVENTS // 2]
-        self._full = len(self.events) + NEWEST
+        self._full = len(self.events) + NEWEST // 8
 
     def forget(self, before_unix: float) -> None:
         """Drop the events before, but those of the epoch that ran then."""

@@ -162,7 +162,7 @@ def test_following_a_run_for_a_month_keeps_no_more_than_opening_its_record(tmp_p
             log.emit("step.completed", epoch=epoch, step=10 * epoch + step)
         followed = followed or present_record(tmp_path)
         followed.poll()
-        assert len(followed.events) <= 60 + epoch
+        assert len(followed.events) <= 33 + epoch
     opened = present_record(tmp_path).poll()
     assert len(opened) == 50 + 20
     assert [each for each in followed.events if each in opened] == opened
