@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--apart", action="store_true", help="agent: another step is the watchdog")
     parser.add_argument("--on", help="steps: nodes, as n1,n2; otherwise all of the job")
-    parser.add_argument("--show", action="store_true", help="steps: print what the nodes log")
+    parser.add_argument(
+        "--show", nargs="?", const="-", help="steps: what the nodes log is added there"
+    )
     parser.add_argument("code", nargs="?", type=int, help="end: that of srun")
     parser.epilog = "After --, steps: an srun; agent: what runs another command in a container."
     given = parser.parse_args(words[:cut])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from elastic_trainer.storage.files import read_json, read_regular, write_atomic
+from launcher.node.as_task import of_job
 from launcher.node.attempt import Attempt, say
 from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
 from launcher.plan.search import plan
@@ -26,6 +27,8 @@ from launcher.spec.reading import load_spec
 from launcher.wrap.ending import Ending, signalled
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import Launch, job_of, launch_of
+from launcher.wrap.sruns import cannot_wrap
+from launcher.wrap.tasks import tasks_of
 from launcher.wrap.wrapped import script_of
 
 _LONGEST_SCRIPT: Final = 1 << 20
@@ -54,7 +57,7 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         become(argv, outside(env))
     os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
     try:
-        launch = launch_of(argv, env, _script)
+        launch = launch_of(argv, env, _script) or tasks_of(argv, env, _script, sys.executable)
         made = None if launch is None else agents_script(launch, env)
     except UserError as error:
         if error.code != "HF169":
@@ -63,7 +66,7 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         made = None
     if made is None:
         become(argv, outside(env))
-    own = {FOLDER: str(folder), ENDING: env.get(ENDING, "")}
+    own = {FOLDER: str(folder), ENDING: env.get(ENDING, ""), **of_job(env)}
     become(["/bin/bash", str(made)], {**outside(env), **own})
 
 
@@ -73,7 +76,8 @@ def _script(word: str) -> str:
         text = read_regular(Path(word), _LONGEST_SCRIPT)
     except (OSError, ValueError):
         return ""
-    return text.decode(errors="replace") if text.startswith(b"#!") or word.endswith("sh") else ""
+    is_script = text.startswith(b"#!") or word.endswith(("sh", ".py"))
+    return text.decode(errors="replace") if is_script else ""
 
 
 def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
@@ -107,7 +111,10 @@ def agents_script(launch: Launch, env: Mapping[str, str]) -> Path:
     hosts = hosts_of(launch, env, expand_nodes)
     python = sys.executable if launch.has_own_python else agents_python(launch.torchrun)
     run_dir = _run_dir(f"{spec.name}-{Attempt.of_env(Path(), env).slurm_id}", launch, folder)
-    script = script_of(spec, planned, launch, run_dir=run_dir, python=python, hosts=hosts)
+    output = output_of(launch, env)
+    script = script_of(
+        spec, planned, launch, run_dir=run_dir, python=python, hosts=hosts, output=output
+    )
     if not is_run(run_dir):
         files = render_local(
             spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
@@ -132,6 +139,22 @@ def ending_in(env: Mapping[str, str], folder: Path) -> Ending:
     asked = next((o.partition("=")[2] for o in options if o.startswith("--signal=")), "")
     ending = signalled(asked, requeue="--no-requeue" not in options)
     return replace(ending, requeue=ending.requeue and not (folder / OWN_RESTART).exists())
+
+
+def output_of(launch: Launch, env: Mapping[str, str]) -> str | None:
+    """Make the file of srun's --output, or empty it as srun does; return it, if there is one.
+
+    Raises:
+        UserError: HF169, it cannot be written.
+    """
+    path = launch.options.output(env)
+    if path is not None:
+        adds = launch.options.given.get("open-mode", env.get("SLURM_OPEN_MODE", ""))[:1] == "a"
+        try:
+            Path(path).open("ab" if adds else "wb").close()
+        except OSError as error:
+            cannot_wrap(f"srun --output={path}: {error.strerror}")
+    return path
 
 
 def hosts_of(

@@ -13,6 +13,7 @@ words are the job's error.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -21,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
 
 from elastic_trainer.record.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from launcher.node.agent import NODES_VARIABLE, Wait, taken_signals
@@ -295,11 +297,12 @@ def serve(
     command: Sequence[str],
     on: str | None = None,
     *,
-    show: bool = False,
+    show: str | None = None,
 ) -> int:
     """Run `command`, an srun, on the nodes of the job; return the highest exit code.
 
-    `on` names nodes, as n1,n2; None: all of the job. `show`: what they log goes to stdout too.
+    `on` names nodes, as n1,n2; None: all of the job. What they log is added to the file `show`,
+    which is stdout if it is -.
 
     Raises:
         UserError: HF673, the environment is not that of a batch script.
@@ -316,9 +319,22 @@ def serve(
         return Srun(argv, own)
 
     logs = [attempt.logs / f"{node}.log" for node in nodes] if show else []
-    with taken_signals((*ASKS, signal.SIGCHLD)) as wait, shown(logs, sys.stdout.buffer):
+    with (
+        taken_signals((*ASKS, signal.SIGCHLD)) as wait,
+        _opened(show or "-") as file,
+        shown(logs, file),
+    ):
         steps = SlurmSteps(attempt, nodes, command, start=start, commands=SystemCommands())
         return steps.serve(wait)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    if path == "-":
+        yield sys.stdout.buffer
+        return
+    with Path(path).open("ab") as file:
+        yield file
 
 
 # -- One srun -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ TASK: Final = "HOLDFAST_TASK"
 """Variable with the run, where a shell runs that starts a training on its node."""
 NOT_YET: Final = ("--no-python", "false")
 """Command of a job whose nodes have not said yet what they start."""
-_VARIABLE: Final = re.compile(r"\$\{?(\w+)")
+VARIABLE: Final = re.compile(r"\$\{?(\w+)")
 _FIRST_LINE: Final = re.compile(r"#!\s*\S*?\b(?:env\s+)?(bash|dash|ksh|sh|zsh)\b")
 _PREFIXES: Final = frozenset(
     {"env", "nice", "ionice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"}
@@ -64,6 +64,8 @@ class Launch:
     """What runs it, as `numactl -N 0` or `apptainer exec IMAGE`."""
     alone: bool
     """It is started without srun: on this node only."""
+    of_tasks: bool = False
+    """Its workers are what srun's tasks would be (`launcher.wrap.tasks`)."""
     program: tuple[str, ...] = ()
     """The shell that starts it on each node, where its workers and command are known first."""
     nodes: tuple[int, int]
@@ -125,14 +127,14 @@ def launch_of(
         cannot_wrap(f"expected torchrun \N{HORIZONTAL ELLIPSIS}, found {shlex.join(argv[:8])}")
     options.check()
     alone = not (with_srun or in_pod) or (TASK in env and env.get("SLURM_NNODES") == "1")
-    given = torchrun_arguments(program, found[1], alone=alone)
+    of_job = env.get("SLURM_NNODES" if TASK in env else "SLURM_JOB_NUM_NODES") or "1"
+    num_nodes = options.num_nodes or (int(of_job) if with_srun else 1)
+    given = torchrun_arguments(program, found[1], alone=alone or num_nodes == 1)
     notes = [
         f"torchrun: --{name.replace('_', '-')} is not needed"
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
         if getattr(given, name) is not None
     ]
-    of_job = env.get("SLURM_NNODES" if TASK in env else "SLURM_JOB_NUM_NODES") or "1"
-    num_nodes = options.num_nodes or (int(of_job) if with_srun else 1)
     asked = "1" if given.standalone else given.nnodes or env.get("PET_NNODES")
     least, _, most = (asked or (of_job if in_pod else str(num_nodes))).partition(":")
     kinds = {"-m": given.module, "--no-python": given.no_python}
@@ -141,7 +143,7 @@ def launch_of(
         cannot_wrap(f"torchrun waits for {least} nodes, and is started on {num_nodes}")
     return Launch(
         torchrun=program[found[0]],
-        srun=(*options.kept, *options.gpus_per_node(num_nodes), *_of_batch(env, alone=alone)),
+        srun=(*options.asked(num_nodes, env), *_of_batch(env, alone=alone)),
         options=options,
         prefix=program[: found[0]],
         alone=alone,
@@ -153,7 +155,7 @@ def launch_of(
         ),
         join_timeout_s=float(waits[1]) if waits else None,
         shutdown_timeout_s=shutdown_timeout_of(given.shutdown_timeout),
-        notes=(*notes, *unused(given, options)),
+        notes=(*notes, *unused(options, env, given)),
     )
 
 
@@ -185,7 +187,7 @@ def _in_shell(
         words, begin = program[:1], _FIRST_LINE.match(read(program[0]) if program else "")
         shell = begin[1] if begin else ""
     text = " ".join([*words, *map(read, words[:2])])
-    texts = [text, *(env.get(name, "") for name in _VARIABLE.findall(text))]
+    texts = [text, *(env.get(name, "") for name in VARIABLE.findall(text))]
     if not names & _BY_TORCHRUN:
         if not shell or not any(map(_STARTS.search, texts)):
             return None
@@ -197,7 +199,7 @@ def _in_shell(
     num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
     return Launch(
         torchrun="",
-        srun=(*options.kept, *options.gpus_per_node(num_nodes)),
+        srun=options.asked(num_nodes, env),
         options=options,
         prefix=(),
         alone=False,
@@ -263,15 +265,22 @@ def shutdown_timeout_of(text: str | None) -> float | None:
     return seconds
 
 
-def unused(given: argparse.Namespace, options: SrunOptions) -> tuple[str, ...]:
+def unused(
+    options: SrunOptions, env: Mapping[str, str], given: argparse.Namespace | None = None
+) -> tuple[str, ...]:
     """Return a line for each option of srun and torchrun that somebody may miss."""
     names = [
         *("log_dir", "local_addr", "local_ranks_filter", "logs_specs", "event_log_handler"),
         *("numa_binding", "signals_to_handle", "redirects", "tee", "role"),
     ]
-    unused = [f"torchrun: --{name.replace('_', '-')}" for name in names if getattr(given, name)]
-    unused += [f"srun: --{name}" for name in ("output", "error", "label") if name in options.given]
-    return tuple(f"{name} is not used" for name in unused)
+    missed = [name.replace("_", "-") for name in names if getattr(given, name, None)]
+    of_srun = [name for name in ("error", "label") if name in options.given]
+    if options.given.get("output", "all") != "all" and options.output(env) is None:
+        of_srun.append("output")
+    return (
+        *(f"torchrun: --{name} is not used" for name in missed),
+        *(f"srun: --{name} is not used" for name in of_srun),
+    )
 
 
 def _count(text: str, what: str) -> int:

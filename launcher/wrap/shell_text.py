@@ -139,5 +139,5 @@ def try_out(command: str) -> CommandText:
     return CommandText(
         torchrun=None if UNKNOWN in argv[found[0]] or options.in_container else argv[found[0]],
         shutdown_timeout_s=shutdown_timeout_of(given.shutdown_timeout),
-        notes=unused(given, options),
+        notes=unused(options, {}, given),
     )

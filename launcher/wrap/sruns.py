@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -11,6 +12,7 @@ from launcher.spec.errors import NOWHERE, UserError, Where
 _WITH_VALUE: Final = {
     "nodes": "N", "ntasks": "n", "ntasks-per-node": "", "nodelist": "w", "exclude": "x",
     "relative": "r", "gpus": "G", "wait": "W", "output": "o", "error": "e", "open-mode": "",
+    "gpus-per-task": "", "cpus-per-task": "c", "distribution": "m",
 }  # fmt: skip
 _ALONE: Final = {"kill-on-bad-exit": "K", "no-kill": "k", "label": "l", "unbuffered": "u"}
 _OURS: Final = {
@@ -34,6 +36,11 @@ _FLAGS: Final = frozenset(
     )
 )
 """Long options without a value, or with one behind = only (srun --help; slurm_opt.c)."""
+_IN_FILE_NAMES: Final = {
+    "j": "SLURM_JOB_ID", "x": "SLURM_JOB_NAME", "A": "SLURM_ARRAY_JOB_ID",
+    "a": "SLURM_ARRAY_TASK_ID", "u": "SLURM_JOB_USER",
+}  # fmt: skip
+_FORM: Final = re.compile(r"%(\d*)(.)")
 _SHORT_FLAGS: Final = frozenset("EHIKOQVXZhklsuv")
 """Short ones; of I, K and k a value follows at once or not at all."""
 
@@ -115,6 +122,35 @@ class SrunOptions:
             wrong = f"does not divide by {num_nodes} nodes; write --gpus-per-node"
             cannot_wrap(f"srun: --gpus={total} {wrong}")
         return (f"--gpus-per-node={kind}{colon}{int(count) // num_nodes}",)
+
+    def output(self, env: Mapping[str, str]) -> str | None:
+        """Return the file of --output for all tasks (man srun, "filename pattern"); None: none."""
+        values = {"%": "%"} | {form: env.get(name, "") for form, name in _IN_FILE_NAMES.items()}
+        text = self.given.get("output", "all")
+        if text in ("all", "none") or not {form for _, form in _FORM.findall(text)} <= {*values}:
+            return None
+        return _FORM.sub(lambda found: values[found[2]].rjust(int(found[1] or 0), "0"), text)
+
+    def asked(self, num_nodes: int, env: Mapping[str, str]) -> tuple[str, ...]:
+        """Return what is asked of each of `num_nodes`, for one task there."""
+        return (*self.kept, *self.gpus_per_node(num_nodes), *self.of_tasks(1, env))
+
+    def of_tasks(self, count: int, env: Mapping[str, str]) -> tuple[str, ...]:
+        """Return what a task in the place of `count` asks for. `env` is that of the srun."""
+        asked = ((what, *self.per_task(what, env)) for what in ("gpus", "cpus"))
+        return tuple(
+            f"--{what}-per-task={kind}{each * count}"
+            for what, kind, each in asked
+            # A task like each one before has it from the job.
+            if each and (count > 1 or f"{what}-per-task" in self.given)
+        )
+
+    def per_task(self, what: str, env: Mapping[str, str]) -> tuple[str, int]:
+        """Return the kind, with a colon, and number of `gpus` or `cpus` of a task; 0: not said."""
+        name = f"{what.upper()}_PER_TASK"
+        of_job = env.get(f"SRUN_{name}") or env.get(f"SLURM_{name}", "")
+        kind, colon, count = self.given.get(f"{what}-per-task", of_job).rpartition(":")
+        return f"{kind}{colon}", int(count) if count.isdecimal() else 0
 
 
 def srun_of(argv: Sequence[str]) -> tuple[SrunOptions, tuple[str, ...]]:

@@ -159,11 +159,13 @@ def script_of(
     run_dir: Path,
     python: str,
     hosts: Sequence[str] = (),
+    output: str | None = None,
 ) -> str:
     """Return the script that runs in the place of a launch.
 
     `spec` is that of `job_of`, `run_dir` absolute, `python` the nodes' interpreter with holdfast,
-    `hosts` the nodes that it starts on: none means all of the job.
+    `hosts` the nodes that it starts on: none means all of the job; `output` the file that gets what
+    workers print, if not stdout.
 
     Raises:
         UserError: HF160 the times do not fit; HF166 a path that a script cannot carry.
@@ -180,7 +182,7 @@ def script_of(
         restart=spec.slurm.restart,
         wrapped=True,
         on=Quoted(f" --on={quoted(','.join(hosts))}" if hosts else ""),
-        show=Quoted(" --show"),
+        show=Quoted(f" --show={quoted(output or '-')}"),
         max_requeues=spec.slurm.max_requeues,
         cpus=False,
         container="pyxis" if pyxis else "apptainer" if launch.inside else None,

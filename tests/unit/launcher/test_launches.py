@@ -215,8 +215,8 @@ def test_what_starts_no_training_is_left_alone(argv):
             "torchrun",
             True,
         ),
-        ("srun --auto-resume=1 -c 8 torchrun a.py", ["--auto-resume=1", "-c", "8"], "", "torchrun",
-         False),
+        ("srun -K --auto-resume=1 -c 8 torchrun a.py", ["--auto-resume=1", "--cpus-per-task=8"],
+         "", "torchrun", False),
     ],
 )  # fmt: skip
 def test_what_runs_a_torchrun_stays(argv, options, prefix, torchrun, apart):
@@ -305,3 +305,19 @@ def test_braces_in_arguments_are_text_unless_they_name_something_of_ours():
     words = ("{b}", "{dp}x", '{"a": 1}', "a={lr:.2f} ${X}")
     command = load_spec(job_of(launch_of((*SRUN, "a.py", *words), ENV), ENV)).command
     assert fill(command, {"dp": 4}, local_rank=0) == ("a.py", "{b}", "4x", *words[2:])
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "notes"),
+    [
+        ("", None, ()),
+        ("--output=all", None, ()),
+        ("-o log", "log", ()),
+        ("--output=logs/%x_%j-%4j%%.log", "logs/My_Job_7-0007%.log", ()),
+        ("--output=%x-%t.log", None, ("srun: --output is not used",)),
+        ("--error=e", None, ("srun: --error is not used",)),
+    ],
+)
+def test_where_an_srun_writes(option, path, notes):
+    launch = launch_of(["srun", *option.split(), "torchrun", "a.py"], ENV)
+    assert (launch.options.output(ENV), launch.notes) == (path, notes)
