@@ -16,16 +16,17 @@ from collections.abc import Mapping
 from typing import Final
 
 OWN: Final = "HOLDFAST_OWN"
-"""Variable with what the job had of OF_AGENTS, in JSON."""
+"""Variable with what tasks have of OF_AGENTS, in JSON."""
 OF_AGENTS: Final = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS"
+    r"|(GLOO|NCCL)_SOCKET_IFNAME|PYTORCH_NVML_BASED_CUDA_CHECK|SLURM_[CG]PUS_PER_TASK"
 )
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def of_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a variable that keeps what a job has set for its tasks from what agents set. Pure."""
+    """Return a variable that keeps what tasks would have of OF_AGENTS. Pure."""
     return {OWN: json.dumps({k: v for k, v in env.items() if OF_AGENTS.fullmatch(k)})}
 
 
@@ -52,6 +53,7 @@ def as_task(env: Mapping[str, str], gpus: int = 0) -> dict[str, str]:
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), total),
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), of_node),
         "SLURM_NTASKS_PER_NODE": str(each),
+        "SLURM_DISTRIBUTION": "block" if each > 1 else "cyclic",
         "SLURM_TASK_PID": str(os.getpid()),
     }
 

@@ -10,6 +10,7 @@ back into the queue if one of its launches is to continue.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -44,6 +45,8 @@ TURN_S: Final = 1.0
 LAST_S: Final = 20.0
 """Before the time limit: the script's last lines take too long, and the job is put back."""
 _LAUNCH: Final = '"$HOLDFAST_PYTHON" -P -m launcher.cli.main batch --'
+_OPEN_MODE: Final = "SLURM_OPEN_MODE"
+"""An srun's own --open-mode, which Slurm sets by that of the job: it is ours (wrap/ending.py)."""
 RUN: Final = "holdfast_run"
 _RUN: Final = f"""() {{
   if [[ $BASHPID == "$$" ]]; then {_LAUNCH} "$@"; return; fi
@@ -73,12 +76,14 @@ class Script:
         own = next((o.partition("=B:")[2] for o in options if o.startswith("--signal=B:")), "")
         name = own.partition("@")[0]
         self._asks = {*ASKS, *([signal.Signals[f"SIG{name}"]] if name else [])}
+        self._text = ""
         self._put_back = "--no-requeue" not in options
         (folder / LAUNCHES).mkdir()
         (folder / WHERE).write_text(str(Path.cwd()), encoding="utf-8")
 
     def run(self, words: Sequence[str]) -> int:
         """Run the script, and put the job back where that is due; return as Popen.returncode."""
+        self._text = Path(words[0]).read_text(encoding="utf-8", errors="replace")
         with taken_signals((*HANDED_ON, signal.SIGCHLD)) as wait:
             child = subprocess.Popen([*_interpreter(Path(words[0])), *words], env=self._own_env())
             while child.poll() is None:
@@ -98,8 +103,13 @@ class Script:
             (programs / name).write_text(f'#!/bin/sh\nexec {_LAUNCH} {name} "$@"\n')
             (programs / name).chmod(0o755)
             functions[name] = f'() {{ {RUN} {name} "$@"\n}}'
+        own = {name: value for name, value in self._env.items() if name != _OPEN_MODE}
+        mode = next(
+            (o.partition("=")[2] for o in self._options if o.startswith("--open-mode=")), ""
+        )
         return {
-            **self._env,
+            **own,
+            **({_OPEN_MODE: mode} if mode else {}),
             **{f"BASH_FUNC_{name}%%": text for name, text in functions.items()},
             "PATH": f"{programs}:{self._env.get('PATH', os.defpath)}",
             "HOLDFAST_PYTHON": sys.executable,
@@ -116,8 +126,14 @@ class Script:
                 os.kill(each, signal.SIGUSR2)
         # Without a trap a signal ends a shell, as it would have ended this one; a launch that saves
         # is not to lose its script for that.
-        if _catches(pid, number) or (number != signal.SIGUSR2 and not live):
+        if self._traps(pid, number) or (number != signal.SIGUSR2 and not live):
             os.kill(pid, number)
+
+    def _traps(self, pid: int, number: signal.Signals) -> bool:
+        """Return whether the script has a trap for a signal, as its text or the kernel says."""
+        named = re.search(rf"\btrap\b.*\b(SIG)?{number.name[3:]}\b", self._text)
+        # With a trap for EXIT bash itself catches all that would end it, to run that first.
+        return _catches(pid, number) and bool(named or not _catches(pid, signal.SIGVTALRM))
 
     def _launches(self) -> list[tuple[int, int, Path]]:
         """Return the process of each launch, when that began, and its run."""
@@ -137,6 +153,7 @@ class Script:
         due = [attempt for _, _, run in self._launches() if (attempt := self._due(run))]
         if not due or not self._put_back:
             return
+        self._text = ""
         self._put_back = False
         if why:
             say(why)

@@ -44,6 +44,8 @@ class Ending:
     """Signal that Slurm sends the batch script."""
     requeue: bool = True
     """Whether the job is put back into the queue to continue."""
+    open_mode: str = ""
+    """The user's own --open-mode, which sruns of the script have too."""
     notes: tuple[str, ...] = ()
     """What of the user's is not kept, a line each."""
 
@@ -74,7 +76,8 @@ class Ending:
         name = self.workers if self.batch == OURS else f"B:{self.batch}"
         asked = f"{name}@{self.lead_s}"
         signal_ = [] if asked == f"TERM@{LEAD_S}" else [f"--signal={asked}"]
-        return [*signal_, *([] if self.requeue else ["--no-requeue"])]
+        opens = [f"--open-mode={self.open_mode}"] if self.open_mode else []
+        return [*signal_, *opens, *([] if self.requeue else ["--no-requeue"])]
 
 
 USUAL_ENDING: Final = Ending()
@@ -94,7 +97,7 @@ def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
     Raises:
         UserError: HF160, the time limit is too short.
     """
-    given = {"signal": "", "time": ""}
+    given = {"signal": "", "time": "", "open-mode": ""}
     requeue = True
     for name, value in _options(lines):
         given[name] = value
@@ -103,7 +106,8 @@ def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:
     time = given["time"]
     found = signalled(given["signal"], requeue=requeue)
     needed_s = min((shutdown_timeout_s or 0) + AROUND_SHUTDOWN_S + KILL_S, MAX_LEAD_S)
-    found = replace(found, lead_s=max(found.lead_s, math.ceil(needed_s)))
+    lead_s = max(found.lead_s, math.ceil(needed_s))
+    found = replace(found, lead_s=lead_s, open_mode=given["open-mode"][:1])
     limit_s = limit_seconds(time)
     if limit_s is not None and found.lead_s >= limit_s:
         message = (
@@ -152,6 +156,6 @@ def _options(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
             name, equals, value = word.partition("=")
             if word[:2] == "-t":
                 name, value, equals = "--time", word[2:], word[2:]
-            takes = name in ("--signal", "--time") and not equals and left
+            takes = name in ("--signal", "--time", "--open-mode") and not equals and left
             if name.startswith("--"):
                 yield name[2:], left.pop(0) if takes else value

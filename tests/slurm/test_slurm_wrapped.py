@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -339,6 +340,83 @@ def test_a_shell_on_each_node_that_starts_a_training_survives_a_lost_node(slurm,
     assert all(
         line.endswith("ends with 0") for line in (tmp_path / "ends").read_text().splitlines()
     )
+
+
+TASKS = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodelist=n1,n2 --ntasks-per-node=2 --cpus-per-task=2
+export PATH={bin}:$PATH OMP_NUM_THREADS=1
+export MASTER_ADDR={address} MASTER_PORT=29511 WORLD_SIZE=$SLURM_NTASKS
+srun --output=%x-%j.log bash -c "RANK=\\$SLURM_PROCID python tasks.py"
+echo "srun ended with $?" >after
+"""
+TASK = """\
+import json, os, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+rank, steps = int(os.environ["RANK"]), Path("steps")
+Path(f"env.{rank}").write_text(json.dumps(dict(os.environ)))
+dist.init_process_group("gloo")
+step = int(steps.read_text()) if steps.exists() else 0
+dist.barrier()
+while step < int(Path("total").read_text()):
+    dist.all_reduce(torch.ones(1))
+    step += 1
+    if rank == 0:
+        print("step", step, flush=True)
+        Path("steps.new").write_text(str(step))
+        os.replace("steps.new", steps)
+    time.sleep(0.1)
+"""
+OF_THE_STEP = re.compile(
+    r"SLURM_(JOB_ID|JOBID|STEP_?ID|TASK_PID|SRUN_COMM_\w+|STEP_LAUNCHER_PORT|LAUNCH_NODE_IPADDR"
+    r"|JOB_(START|END)_TIME|CPU_BIND\w*|STEP_NODELIST|JOB_NODELIST|NODELIST|SUBMIT_\w+)|_|SHLVL|PWD"
+)
+"""Variables that two jobs or two ways of a start never share."""
+
+
+def variables(folder):
+    """Return what each task has found, but for what every step has of its own."""
+    found = [json.loads((folder / f"env.{rank}").read_text()) for rank in range(4)]
+    ours = re.compile(r"HOLDFAST_\w+|TORCH_FR_BUFFER_SIZE")
+    return [
+        {k: v for k, v in each.items() if not (OF_THE_STEP.fullmatch(k) or ours.fullmatch(k))}
+        for each in found
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_task_for_each_worker_has_what_srun_gives_it_and_outlives_a_lost_node(slurm, tmp_path):
+    own, ours = tmp_path / "own", tmp_path / "ours"
+    text = TASKS.format(bin=Path(sys.executable).parent, address=slurm.address("n1"))
+    for folder in (own, ours):
+        folder.mkdir()
+        (folder / "tasks.py").write_text(TASK)
+    (own / "total").write_text("3")
+    (own / "own.sbatch").write_text(text)
+    job = slurm.sbatch(own / "own.sbatch", f"--chdir={own}")
+    slurm.wait_state(job, "COMPLETED", timeout_s=WAIT_S)
+
+    (ours / "total").write_text("100000")
+    made, _ = wrapped(slurm, ours, text)
+    job, run = submitted(slurm, ours, made)
+    steps = ours / "steps"
+    run.until("steps", lambda: steps.exists() and int(steps.read_text()) > 10)
+    assert variables(ours) == variables(own)
+    slurm.power_off("n2")
+    run.until("a loss", lambda: run.events("member.lost"))
+    slurm.power_on("n2")
+    seen = int(steps.read_text())
+    run.until("more steps", lambda: int(steps.read_text()) > seen + 10)
+    (ours / "total").write_text("1")
+    assert run.ended(job, "COMPLETED").restarts == 0, run.story()
+    assert (ours / "after").read_text() == (own / "after").read_text() == "srun ended with 0\n"
+    said = (ours / f"own-{job}.log").read_text()
+    assert f"step {seen}\n" in said
+    assert "step" not in (ours / f"own-{job}.out").read_text()
 
 
 @pytest.mark.slow

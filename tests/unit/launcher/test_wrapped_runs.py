@@ -200,9 +200,18 @@ def test_a_signal_of_the_scripts_own_asks_too_and_reaches_its_trap(job):
     assert (code, "own trap\ncode 91\n" in out) == (0, True), out
 
 
-def test_a_signal_without_a_trap_leaves_the_script_its_last_lines(job):
-    code, out = asked(job, "srun torchrun a.py; echo code $?", number=signal.SIGTERM)
-    assert (code, "code 91" in out) == (0, True), out
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("trap", ["", "trap 'echo exits' EXIT\n"])
+def test_a_signal_without_a_trap_leaves_the_script_its_last_lines(job, trap, number):
+    code, out = asked(job, f"{trap}srun torchrun a.py; echo code $?", number=number)
+    assert (code, "code 91" in out, "exits" in out) == (0, True, bool(trap)), out
+
+
+@pytest.mark.parametrize("option", ["", "#SBATCH --open-mode=append\n", "#SBATCH --open-mode a\n"])
+def test_an_srun_of_the_script_opens_files_as_before(job, option):
+    job.env["SLURM_OPEN_MODE"] = "a"  # as Slurm says for ours
+    _, out = job.run("echo ${SLURM_OPEN_MODE-none}", option)
+    assert out.splitlines()[-1] == ("a" if option else "none")
 
 
 def test_a_script_ends_by_a_signal_as_before_while_nothing_trains(job):
