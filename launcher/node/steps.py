@@ -318,11 +318,10 @@ def serve(
     def start(argv: Sequence[str]) -> Srun:
         return Srun(argv, own)
 
-    logs = [attempt.logs / f"{node}.log" for node in nodes] if show else []
     with (
         taken_signals((*ASKS, signal.SIGCHLD)) as wait,
         _opened(show or "-") as file,
-        shown(logs, file),
+        shown(attempt.logs, nodes if show else (), file),
     ):
         steps = SlurmSteps(attempt, nodes, command, start=start, commands=SystemCommands())
         return steps.serve(wait)
