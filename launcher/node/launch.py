@@ -26,7 +26,7 @@ from launcher.spec.errors import UserError, writing
 from launcher.spec.reading import load_spec
 from launcher.wrap.ending import Ending, signalled
 from launcher.wrap.interpreter import agents_python
-from launcher.wrap.launches import Launch, job_of, launch_of
+from launcher.wrap.launches import WrappedLaunch, job_of, launch_of
 from launcher.wrap.sruns import cannot_wrap
 from launcher.wrap.tasks import tasks_of
 from launcher.wrap.wrapped import script_of
@@ -100,7 +100,7 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
     return {**left, "PATH": path}
 
 
-def agents_script(launch: Launch, env: Mapping[str, str]) -> Path:
+def agents_script(launch: WrappedLaunch, env: Mapping[str, str]) -> Path:
     """Make the run of a launch, or find it; return the script that starts its agents.
 
     Raises:
@@ -143,7 +143,7 @@ def ending_in(env: Mapping[str, str], folder: Path) -> Ending:
     return replace(ending, requeue=ending.requeue and not (folder / OWN_RESTART).exists())
 
 
-def output_of(launch: Launch, env: Mapping[str, str]) -> str | None:
+def output_of(launch: WrappedLaunch, env: Mapping[str, str]) -> str | None:
     """Make the file of srun's --output, or empty it as srun does; return it, if there is one.
 
     Raises:
@@ -160,7 +160,7 @@ def output_of(launch: Launch, env: Mapping[str, str]) -> str | None:
 
 
 def hosts_of(
-    launch: Launch, env: Mapping[str, str], expand: Callable[[str], Sequence[str]]
+    launch: WrappedLaunch, env: Mapping[str, str], expand: Callable[[str], Sequence[str]]
 ) -> Sequence[str]:
     """Return the nodes that agents start on; none means all of the job.
 
@@ -174,7 +174,7 @@ def hosts_of(
     return () if len(hosts) == len(of_job) else hosts
 
 
-def _run_dir(name: str, launch: Launch, folder: Path) -> Path:
+def _run_dir(name: str, launch: WrappedLaunch, folder: Path) -> Path:
     """Return the run directory of a launch: that of an earlier start of the job, or a new one."""
     runs = Path((folder / WHERE).read_text(encoding="utf-8"), "runs")
     for number in range(1, _MOST + 1):

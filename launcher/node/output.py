@@ -18,7 +18,7 @@ _OURS: Final = re.compile(rb"holdfast: |--- \S+ epoch \d+ rank .* ---")
 """Begins a line of an agent's parent, and what workers print at each start."""
 
 
-class Shown:
+class LogCopy:
     """Copies new whole lines of nodes and of their workers to `out`; files may appear later.
 
     `logs` has <node>.log and <node>/<rank>.log. A carriage return ends a line too.
@@ -62,8 +62,8 @@ class Shown:
 
 @contextlib.contextmanager
 def shown(logs: Path, nodes: Sequence[str], out: BinaryIO) -> Iterator[None]:
-    """Copy what `nodes` log to `out` as long as the context lasts; see `Shown`."""
-    ended, copy = threading.Event(), Shown(logs, nodes, out)
+    """Copy what `nodes` log to `out` as long as the context lasts; see `LogCopy`."""
+    ended, copy = threading.Event(), LogCopy(logs, nodes, out)
 
     def serve() -> None:
         with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ _SHELLS: Final = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class WrappedLaunch:
     """A torchrun, with the srun that starts it on Slurm, taken apart."""
 
     torchrun: str
@@ -109,7 +109,7 @@ def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
 
 def launch_of(
     argv: Sequence[str], env: Mapping[str, str], read: Callable[[str], str] = lambda _: ""
-) -> Launch | None:
+) -> WrappedLaunch | None:
     """Take a launch apart; None: this starts no training.
 
     `env` is that of the batch script, of the pod, or of the shell that a `program` runs on a node;
@@ -141,7 +141,7 @@ def launch_of(
     waits = _JOIN_TIMEOUT.search(given.rdzv_conf or env.get("PET_RDZV_CONF", ""))
     if not in_pod and _count(least, "--nnodes") > num_nodes:
         cannot_wrap(f"torchrun waits for {least} nodes, and is started on {num_nodes}")
-    return Launch(
+    return WrappedLaunch(
         torchrun=program[found[0]],
         srun=(*options.asked(num_nodes, env), *_of_batch(env, alone=alone)),
         options=options,
@@ -170,7 +170,7 @@ def _in_shell(
     program: Sequence[str],
     env: Mapping[str, str],
     read: Callable[[str], str],
-) -> Launch | None:
+) -> WrappedLaunch | None:
     """Return a launch that a shell starts on each node; None: as far as its text says it does not.
 
     Raises:
@@ -197,7 +197,7 @@ def _in_shell(
         cannot_wrap(f"torchrun is started by a program of its own behind {program[0]}")
     options.check()
     num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
-    return Launch(
+    return WrappedLaunch(
         torchrun="",
         srun=options.asked(num_nodes, env),
         options=options,
@@ -310,7 +310,9 @@ def _gpus(env: Mapping[str, str]) -> str:
     return env.get("HOLDFAST_GPUS" if is_pod(env) else "SLURM_GPUS_ON_NODE") or ""
 
 
-def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING) -> dict[str, Any]:
+def job_of(
+    launch: WrappedLaunch, env: Mapping[str, str], ending: Ending = USUAL_ENDING
+) -> dict[str, Any]:
     """Return the job of a torchrun, as a job file has it.
 
     `env` is the batch script's or the pod's, `ending` the batch script's.

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Final
 
 from elastic_trainer.plan.command import literal
-from launcher.wrap.launches import VARIABLE, Launch, unused
+from launcher.wrap.launches import VARIABLE, WrappedLaunch, unused
 from launcher.wrap.sruns import SrunOptions, cannot_wrap, srun_of
 
 _PYTHON: Final = re.compile(
@@ -38,7 +38,7 @@ AS_TASK: Final = "launcher.node.as_task"
 
 def tasks_of(
     argv: Sequence[str], env: Mapping[str, str], read: Callable[[str], str], python: str
-) -> Launch | None:
+) -> WrappedLaunch | None:
     """Take apart an srun whose tasks are the processes of a training; None: it is none.
 
     `env` and `read` are as for `launch_of`, which has found no launch in it; `python` is the
@@ -66,7 +66,7 @@ def tasks_of(
         cannot_wrap(f"srun: {total} tasks on {num_nodes} nodes are not in blocks of one size")
     kept, own, notes = _unbound(options.kept)
     gpus = options.per_task("gpus", env)[1]
-    return Launch(
+    return WrappedLaunch(
         torchrun="",
         srun=(*kept, *options.gpus_per_node(num_nodes), *options.of_tasks(each, env)),
         options=options,

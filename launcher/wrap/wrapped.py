@@ -21,7 +21,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import leaks
 from launcher.spec.spec import JobSpec
 from launcher.wrap.ending import ending_of
-from launcher.wrap.launches import TORCHRUN, UNKNOWN, Launch
+from launcher.wrap.launches import TORCHRUN, UNKNOWN, WrappedLaunch
 from launcher.wrap.sruns import cannot_wrap
 
 _REPLACED: Final = re.compile(
@@ -154,7 +154,7 @@ def _refuse_secrets(commands: Sequence[str]) -> None:
 def script_of(
     spec: JobSpec,
     plan: Plan,
-    launch: Launch,
+    launch: WrappedLaunch,
     *,
     run_dir: Path,
     python: str,

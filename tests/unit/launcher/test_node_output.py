@@ -8,7 +8,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node.output import Shown, shown
+from launcher.node.output import LogCopy, shown
 from launcher.platforms.retries import polled
 
 HEADER = b"--- 2026-11-28T06:50:29Z epoch 2 rank 1 local_rank 1 pid 817 fresh ---\n"
@@ -24,7 +24,7 @@ def test_all_that_is_logged_is_shown_once_by_whole_lines(tmp_path_factory, parts
     folder, out = tmp_path_factory.mktemp("logs"), io.BytesIO()
     paths = [folder / "n1.log", folder / "n2" / "0.log"]
     paths[1].parent.mkdir()
-    copy = Shown(folder, ["n1", "n2"], out)
+    copy = LogCopy(folder, ["n1", "n2"], out)
     for node, part in parts:
         with paths[node].open("ab") as file:
             file.write(part + b"".join(lines))

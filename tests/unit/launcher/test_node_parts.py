@@ -339,7 +339,9 @@ def test_a_command_is_handed_on_with_its_own_separator(monkeypatch):
     inside = ["srun", "-n", "2", "py", "-m", "launcher.node", "agent", "R", "--apart", "--", "box"]
     given = []
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr("launcher.node.steps.serve", lambda *taken: given.append(taken[2]) or 7)
+    monkeypatch.setattr(
+        "launcher.node.steps.serve", lambda *taken, **_: given.append(taken[2]) or 7
+    )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         assert main(["steps", "R", "--", *inside]) == 7
