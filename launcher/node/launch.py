@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 from elastic_trainer.storage.files import read_json, read_regular, write_atomic
 from launcher.node.as_task import of_job
 from launcher.node.attempt import Attempt, say
-from launcher.node.script import ENDING, FOLDER, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
+from launcher.node.script import ENDING, FOLDER, HOOK, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
 from launcher.plan.search import plan
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.render.local import render_local
@@ -95,9 +95,23 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
     ours = {FOLDER, ENDING, "HOLDFAST_PYTHON"}
     ours |= {f"BASH_FUNC_{name}%%" for name in (RUN, *PROGRAMS, *RESTARTS)}
     own = f"{env.get(FOLDER, '')}/bin"
-    path = os.pathsep.join(each for each in env.get("PATH", "").split(os.pathsep) if each != own)
     left = {name: value.replace(f"{own}/", "") for name, value in env.items() if name not in ours}
-    return {**left, "PATH": path}
+    return without_first(without_first(left, "PATH", own), "PYTHONPATH", HOOK)
+
+
+def without_first(env: Mapping[str, str], name: str, path: str) -> dict[str, str]:
+    """Return an environment in which `path` was not put first into the paths of `name`. Pure.
+
+    Other paths may have come before it since, as by `X=/new:$X`.
+    """
+    paths = env.get(name, "").split(os.pathsep)
+    if path not in paths:
+        return dict(env)
+    at = paths.index(path)
+    # The last one: there was none, which leaves `/new:`.
+    paths[at : at + 1] = [""] if at and at + 1 == len(paths) else []
+    left = {key: value for key, value in env.items() if key != name}
+    return {**left, name: os.pathsep.join(paths)} if paths else left
 
 
 def agents_script(launch: WrappedLaunch, env: Mapping[str, str]) -> Path:

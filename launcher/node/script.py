@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.storage.files import read_json
+from launcher import wrap
 from launcher.node.agent import taken_signals
 from launcher.node.attempt import Attempt, say
 from launcher.node.decide import REQUEUES
@@ -45,6 +46,8 @@ TURN_S: Final = 1.0
 LAST_S: Final = 20.0
 """Before the time limit: the script's last lines take too long, and the job is put back."""
 _LAUNCH: Final = '"$HOLDFAST_PYTHON" -P -m launcher.cli.main batch --'
+HOOK: Final = str(Path(wrap.__file__).with_name("hook"))
+"""For every Python: what starts a training there starts agents (launcher/wrap/hook)."""
 _OPEN_MODE: Final = "SLURM_OPEN_MODE"
 """An srun's own --open-mode, which Slurm sets by that of the job: it is ours (wrap/ending.py)."""
 RUN: Final = "holdfast_run"
@@ -103,6 +106,7 @@ class Script:
             (programs / name).write_text(f'#!/bin/sh\nexec {_LAUNCH} {name} "$@"\n')
             (programs / name).chmod(0o755)
             functions[name] = f'() {{ {RUN} {name} "$@"\n}}'
+        paths = filter(None, (HOOK, self._env.get("PYTHONPATH")))
         own = {name: value for name, value in self._env.items() if name != _OPEN_MODE}
         mode = next(
             (o.partition("=")[2] for o in self._options if o.startswith("--open-mode=")), ""
@@ -112,6 +116,7 @@ class Script:
             **({_OPEN_MODE: mode} if mode else {}),
             **{f"BASH_FUNC_{name}%%": text for name, text in functions.items()},
             "PATH": f"{programs}:{self._env.get('PATH', os.defpath)}",
+            "PYTHONPATH": ":".join(paths),
             "HOLDFAST_PYTHON": sys.executable,
             FOLDER: str(self.folder),
             ENDING: shlex.join(self._options),

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from elastic_trainer.storage.files import read_json, write_atomic
-from launcher import wrap
 from launcher.node.agent import TAKEN, as_of_one_srun, nodes_of, taken_signals
 from launcher.node.attempt import Attempt
-from launcher.node.launch import become, ending_in
+from launcher.node.launch import become, ending_in, without_first
+from launcher.node.script import HOOK
 from launcher.plan.search import plan
 from launcher.render.local import render_local
 from launcher.spec.errors import UserError
@@ -27,8 +27,6 @@ from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import NOT_YET, TASK, job_of, launch_of
 
-_HOOK: Final = str(Path(wrap.__file__).with_name("hook"))
-"""For every Python: `torch.distributed.run` becomes the agent (launcher/wrap/hook)."""
 _RUN: Final = '"$HOLDFAST_PYTHON" -P -m launcher.node launched "$HOLDFAST_TASK" $HOLDFAST_APART --'
 _OF_PYTHON: Final = f"""() {{
   case " $* " in
@@ -75,7 +73,7 @@ def with_ours(env: Mapping[str, str], folder: str) -> dict[str, str]:
     torchrun.write_text(f'#!/bin/sh\nexec {_RUN} torchrun "$@"\n')
     torchrun.chmod(0o755)  # for exec, numactl and others
     begin.write_text(_BEGIN)
-    first = {"PATH": folder, "PYTHONPATH": _HOOK}
+    first = {"PATH": folder, "PYTHONPATH": HOOK}
     return {
         **env,
         **{f"BASH_FUNC_{name}%%": text for name, text in _FUNCTIONS.items()},
@@ -91,9 +89,7 @@ def without_ours(env: Mapping[str, str]) -> dict[str, str]:
     gone = {"HOLDFAST_PYTHON", "HOLDFAST_APART", "HOLDFAST_BASH_ENV", "BASH_ENV", TASK, _FOLDER}
     gone |= {f"BASH_FUNC_{name}%%" for name in _FUNCTIONS}
     own = {name: value for name, value in env.items() if name not in gone}
-    for name, path in (("PATH", env[_FOLDER]), ("PYTHONPATH", _HOOK)):
-        kept = [each for each in own.pop(name, "").split(":") if each not in ("", path)]
-        own |= {name: ":".join(kept)} if kept else {}
+    own = without_first(without_first(own, "PATH", env[_FOLDER]), "PYTHONPATH", HOOK)
     return own | ({"BASH_ENV": before} if (before := env.get("HOLDFAST_BASH_ENV")) else {})
 
 

@@ -41,11 +41,12 @@ _APART: Final = frozenset(
 """Programs that run another in an image, or in an environment, with its own `python3`."""
 _BEFORE: Final = _PREFIXES | _APART
 _IMAGES: Final = frozenset({"apptainer", "singularity"})
-_BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "tune"})
+_BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "deepspeed", "tune"})
 """Programs that call torch.distributed.run (accelerate/commands/launch.py, axolotl/cli,
-torchtune/_cli/run.py)."""
+torchtune/_cli/run.py), or a launcher that launcher/wrap/hook knows too (deepspeed)."""
 _STARTS: Final = re.compile(
     TORCHRUN.pattern + r"|\baccelerate\s+launch\b|\baxolotl\s+train\b|\btune\s+run\b"
+    r"|(?<![-.\w])deepspeed\s"
 )
 _SHELLS: Final = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 
@@ -141,6 +142,8 @@ def launch_of(
     waits = _JOIN_TIMEOUT.search(given.rdzv_conf or env.get("PET_RDZV_CONF", ""))
     if not in_pod and _count(least, "--nnodes") > num_nodes:
         cannot_wrap(f"torchrun waits for {least} nodes, and is started on {num_nodes}")
+    if not in_pod and num_nodes > 1 == _count(most or least, "--nnodes"):
+        cannot_wrap(f"each of {num_nodes} nodes has a training of its own")
     return WrappedLaunch(
         torchrun=program[found[0]],
         srun=(*options.asked(num_nodes, env), *_of_batch(env, alone=alone)),
@@ -178,10 +181,9 @@ def _in_shell(
     """
     behind = bool(program) and _name(program[0]) in _BEFORE
     names = {*map(_name, program if behind else program[:1])}
-    if "deepspeed" in names:
-        cannot_wrap("deepspeed is not understood; torchrun runs the same script")
-    shells = (at for at, word in enumerate(program) if _name(word) in _SHELLS)
-    first = next(shells, 0) if behind else 0
+    known = _SHELLS | _BY_TORCHRUN
+    begins = (at for at, word in enumerate(program) if _name(word) in known)
+    first = next(begins, 0) if behind else 0
     shell, words = (_name(program[first]), program[first + 1 :]) if program else ("", ())
     if shell not in _SHELLS:
         words, begin = program[:1], _FIRST_LINE.match(read(program[0]) if program else "")
@@ -193,17 +195,17 @@ def _in_shell(
             return None
         if shell != "bash":
             cannot_wrap(f"torchrun is started by {shell}, which may be another shell than bash")
-    if behind and _name(program[0]) in _IMAGES:
-        cannot_wrap(f"torchrun is started by a program of its own behind {program[0]}")
+    # Only what runs in the image finds there what is to start in torchrun's place.
+    image = first if behind and _name(program[0]) in _IMAGES else 0
     options.check()
     num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
     return WrappedLaunch(
         torchrun="",
         srun=options.asked(num_nodes, env),
         options=options,
-        prefix=(),
+        prefix=tuple(program[:image]),
         alone=False,
-        program=tuple(program),
+        program=tuple(program[image:]),
         nodes=(num_nodes, num_nodes),
         workers=1,
         command=NOT_YET,

@@ -173,6 +173,7 @@ def script_of(
     run = check_path(run_dir, "run directory")
     clock = clock_chain(spec, plan.ladder)
     pyxis = launch.options.in_container
+    apart = pyxis or bool(launch.program and launch.inside)
     options = [words(option) for option in launch.srun]
     return template("wrapped.sh.j2").render(
         run=run,
@@ -192,8 +193,9 @@ def script_of(
         container_python=CONTAINER_PYTHON,
         prefix=Quoted("" if launch.inside else "".join(f"{quoted(w)} " for w in launch.prefix)),
         program=words(*launch.program) if launch.program else None,
-        task_python=CONTAINER_PYTHON if pyxis else Quoted('"$hf_python"'),
-        apart=Quoted(" --apart" if pyxis else ""),
+        task_python=CONTAINER_PYTHON if apart else Quoted('"$hf_python"'),
+        in_image=Quoted("".join(f"{quoted(word)} " for word in launch.prefix)),
+        apart=Quoted(" --apart" if apart else ""),
         inside=words(*launch.inside) if launch.inside else None,
         logs=step_log(run, array=False),
     )

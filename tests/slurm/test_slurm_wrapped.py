@@ -342,6 +342,70 @@ def test_a_shell_on_each_node_that_starts_a_training_survives_a_lost_node(slurm,
     )
 
 
+WAYS = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=2
+export PATH=$PWD/bin:{bin}:$PATH PYTHONPATH=$PWD
+{launch}
+echo "ended with $?" >after
+"""
+IMAGE = """\
+#!/bin/bash
+# Stands for an image of its own: there is no scontrol, and python3 is another one.
+[[ $1 == exec && $2 == --nv && $3 == i.sif ]] || exit 9
+export IN_IMAGE=1
+mkdir -p "$PWD/image" && ln -sf {python} "$PWD/image/python3" && ln -sf {python} "$PWD/image/python"
+PATH=$PWD/image:/usr/bin:/bin exec "${{@:4}}"
+"""
+WAY = """\
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, first = dist.get_rank(), Path("lost")
+if rank == 0 and not first.exists():
+    first.touch()
+    os.kill(os.getpid(), 9)
+dist.barrier()
+Path(f"ended.{rank}").write_text(f"{dist.get_world_size()} {sys.argv[1:]} {'IN_IMAGE' in os.environ}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("nodes", "launch", "world", "args", "in_image"),
+    [
+        (
+            2,
+            "srun singularity exec --nv i.sif bash -c "
+            '"python -m torch.distributed.run --nnodes=2 way.py a"',
+            *(2, ["a"], True),
+        ),
+        (1, "accelerate launch --multi_gpu --num_processes 2 way.py a", 2, ["a"], False),
+        (1, "srun singularity exec --nv i.sif accelerate launch --multi_gpu --num_processes 2 "
+            "way.py a", 2, ["a"], True),
+    ],
+)  # fmt: skip
+def test_each_way_to_launch_outlives_a_lost_worker(
+    slurm, tmp_path, nodes, launch, world, args, in_image
+):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "singularity").write_text(IMAGE.format(python=sys.executable))
+    (programs / "singularity").chmod(0o755)
+    (tmp_path / "way.py").write_text(WAY)
+    text = WAYS.format(nodes=nodes, launch=launch, bin=Path(sys.executable).parent)
+    made, _ = wrapped(slurm, tmp_path, text)
+    job, run = submitted(slurm, tmp_path, made)
+    assert run.ended(job, "COMPLETED").restarts == 0, run.story()
+    assert (tmp_path / "after").read_text() == "ended with 0\n", run.story()
+    found = {(tmp_path / f"ended.{rank}").read_text() for rank in range(world)}
+    assert found == {f"{world} {args} {in_image}"}
+    assert len(run.events("epoch.formed")) == 2
+
+
 TASKS = """\
 #!/bin/bash
 #SBATCH --job-name=own --output=%x-%j.out --time=20

@@ -147,7 +147,6 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun torchrun",
         "srun torchrun --nnodes x t.py",
         "srun torchrun --nonsense t.py",
-        "srun torchrun --standalone t.py",
         "srun torchrun --shutdown-timeout=-1 t.py",
         "srun torchrun --shutdown-timeout=soon t.py",
         "srun python -m torch.distributed.launch t.py",
@@ -162,9 +161,8 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun --pty torchrun t.py",
         "srun --het-group=0,1 torchrun t.py",
         "srun sh -c torchrun\\ t.py",
-        "srun apptainer exec i bash -lc torchrun\\ t.py",
-        "srun apptainer exec i accelerate launch t.py",
-        "srun deepspeed t.py",
+        "srun -N2 torchrun --standalone t.py",
+        "srun -N2 python -m torch.distributed.run --nnodes=1 t.py",
     ],
 )
 def test_a_launch_that_cannot_be_wrapped(argv):
@@ -256,6 +254,24 @@ def test_a_shell_that_starts_a_training_on_each_node(argv):
         f'"$hf_python" -P -m launcher.node task "$hf_run" -- \\\n    {shlex.join(words[2:])} &'
         in text
     )
+
+
+@pytest.mark.parametrize(
+    ("image", "program"),
+    [
+        ("apptainer exec --nv i.sif", "bash -lc 'python -m torch.distributed.run t.py'"),
+        ("singularity run i.sif", "accelerate launch t.py"),
+        ("singularity exec i.sif", "deepspeed t.py"),
+    ],
+)
+def test_a_shell_in_an_image_that_starts_a_training_on_each_node(image, program):
+    launch = launch_of(shlex.split(f"srun -N2 {image} {program}"), ENV)
+    assert (shlex.join(launch.prefix), shlex.join(launch.program)) == (image, program)
+    spec = load_spec(job_of(launch, ENV))
+    text = script_of(spec, plan(spec), launch, run_dir=Path("/r"), python="/p")
+    task = f'{image} python3 -P -m launcher.node task "$hf_run" --apart -- \\\n    {program} &'
+    assert f"    {task}" in text
+    assert "watchdog" in text, "there is no scontrol in an image"
 
 
 @pytest.mark.parametrize(

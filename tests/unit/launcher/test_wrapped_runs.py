@@ -139,8 +139,8 @@ def test_outside_slurm_it_is_the_script_that_it_was(job):
 
 
 def test_a_launch_that_cannot_be_wrapped_runs_and_that_is_said(job):
-    code, out = job.run("srun deepspeed a.py")
-    assert (code, job.called) == (0, ["srun <deepspeed> <a.py>"])
+    code, out = job.run("srun --pty torchrun a.py")
+    assert (code, job.called) == (0, ["srun <--pty> <torchrun> <a.py>"])
     assert "HF169" in out
 
 
@@ -296,6 +296,65 @@ def test_each_launch_of_a_job_has_a_run_which_its_next_start_finds(tmp_path, mon
     assert runs == ["job-7", "job-7-2", "job-7-3", "job-7-3", "job-7", "job-7-2"]
     told = json.loads((tmp_path / "runs/job-7-3/job.json").read_text())
     assert told["command"] == ["b.py"]
+
+
+DEEPSPEED = """\
+import argparse
+class Accelerator:
+    def set_visible_devices_envs(self, env, ids):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
+get_accelerator = Accelerator
+def parse_args():
+    parser = argparse.ArgumentParser()
+    for name in ("module", "no_python", "no_local_rank", "bind_cores_to_rank"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--enable_elastic_training", action="store_true")
+    parser.add_argument("--world_info")
+    parser.add_argument("--node_rank", type=int, default=0)
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser.parse_args()
+def main():
+    print("its own")
+if __name__ == "__main__":
+    main()
+"""
+WITHOUT_SRUN = """\
+export HOLDFAST_PYTHON=$PWD/says PYTHONPATH=$PWD:$PYTHONPATH
+ds() {{ {python} -m deepspeed.launcher.launch --world_info="$(base64 -w0 <<<"$1")" "${{@:2}}"; }}
+{python} -m torch.distributed.run --nproc_per_node 2 a.py --lr 1
+accelerate launch --multi_gpu --num_processes 2 --main_process_port 29500 b.py
+ds '{{"localhost": [0, 1]}}' c.py --deepspeed x
+ds '{{"localhost": [2, 5]}}' --no_local_rank --module d e
+ds '{{"n1": [0], "n2": [0]}}' --node_rank 1 f.py
+ds '{{"localhost": [0]}}' --bind_cores_to_rank g.py
+export HOLDFAST_PYTHON={python}
+srun env
+"""
+
+
+def test_what_calls_torchrun_without_an_srun_is_seen_where_it_does(job):
+    (job.folder / "says").write_text(SAYS)
+    (job.folder / "says").chmod(0o755)
+    launcher = job.folder / "deepspeed" / "launcher"
+    launcher.mkdir(parents=True)
+    (launcher / "launch.py").write_text(DEEPSPEED)
+    job.env["PATH"] = f"{job.env['PATH']}:{Path(sys.executable).parent}"
+    code, out = job.run(WITHOUT_SRUN.format(python=sys.executable))
+    begin = f"says <-P> <-m> <launcher.cli.main> <batch> <--> <{sys.executable}> <-m> "
+    begin += "<torch.distributed.run> "
+    assert [call.removeprefix(begin) for call in job.called[:4]] == [
+        "<--nproc-per-node=2> <a.py> <--lr> <1>",
+        "<--nproc-per-node=2> <--master-port=29500> <b.py>",
+        "<--nnodes=1> <--nproc-per-node=2> <c.py> <--local_rank=${local_rank}> <--deepspeed> <x>",
+        "<--nnodes=1> <--nproc-per-node=2> <-m> <d> <e>",
+    ], out
+    envs = [(job.folder / f"calls.env.{call}").read_text() for call in range(5)]
+    assert ["CUDA_VISIBLE_DEVICES=2,5" in env for env in envs[:4]] == [*[False] * 3, True]
+    assert "LOCAL_SIZE=2" in envs[2]
+    assert out.count("its own") == 2, "what agents cannot start runs as before"
+    assert (code, job.called[4:]) == (0, ["srun <env>"])
+    assert f"PYTHONPATH={job.folder}:{ROOT}\n" in envs[4], "nothing of ours is left there"
 
 
 SHELL = """\
