@@ -26,7 +26,7 @@ from launcher.spec.errors import UserError, writing
 from launcher.spec.reading import load_spec
 from launcher.wrap.ending import Ending, signalled
 from launcher.wrap.interpreter import agents_python
-from launcher.wrap.launches import WrappedLaunch, job_of, launch_of
+from launcher.wrap.launches import BY_TORCHRUN, WrappedLaunch, job_of, launch_of
 from launcher.wrap.sruns import cannot_wrap
 from launcher.wrap.tasks import tasks_of
 from launcher.wrap.wrapped import script_of
@@ -55,6 +55,10 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         if restarts_itself(argv, job_id):
             (folder / OWN_RESTART).touch()
         become(argv, outside(env))
+    if argv[0] in BY_TORCHRUN:  # the script may have set PYTHONPATH anew
+        paths = (HOOK, without_first(env, "PYTHONPATH", HOOK).get("PYTHONPATH"))
+        own = {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        become(argv, own, outside(env).get("PATH"))
     os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
     try:
         launch = launch_of(argv, env, _script) or tasks_of(argv, env, _script, sys.executable)
@@ -207,9 +211,9 @@ def _run_dir(name: str, launch: WrappedLaunch, folder: Path) -> Path:
     raise UserError("HF169", f"this job has started {_MOST} trainings: submit a job for each")
 
 
-def become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a program."""
-    program = shutil.which(argv[0], path=env.get("PATH"))
+def become(argv: Sequence[str], env: Mapping[str, str], path: str | None = None) -> NoReturn:
+    """Replace this process by a program, looked for in `path`, or in that of `env`."""
+    program = shutil.which(argv[0], path=path or env.get("PATH"))
     if program is None:
         sys.stderr.write(f"{argv[0]}: command not found\n")
         raise SystemExit(127)

@@ -28,6 +28,7 @@ from launcher.node.attempt import Attempt, say
 from launcher.node.decide import REQUEUES
 from launcher.platforms.local import start_ticks
 from launcher.record import stop_request
+from launcher.wrap.launches import BY_TORCHRUN
 
 FOLDER: Final = "HOLDFAST_SCRIPT"
 """Variable of the folder of this process: what runs below it says there what it has started."""
@@ -40,7 +41,7 @@ ASKED: Final = "asked"
 OWN_RESTART: Final = "own-restart"
 ASKS: Final = (signal.SIGUSR2, signal.SIGTERM)
 HANDED_ON: Final = (*ASKS, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-PROGRAMS: Final = ("srun", "torchrun")
+PROGRAMS: Final = ("srun", "torchrun", *sorted(BY_TORCHRUN))
 RESTARTS: Final = ("sbatch", "scontrol")
 TURN_S: Final = 1.0
 LAST_S: Final = 20.0
@@ -116,7 +117,7 @@ class Script:
             **({_OPEN_MODE: mode} if mode else {}),
             **{f"BASH_FUNC_{name}%%": text for name, text in functions.items()},
             "PATH": f"{programs}:{self._env.get('PATH', os.defpath)}",
-            "PYTHONPATH": ":".join(paths),
+            "PYTHONPATH": os.pathsep.join(paths),
             "HOLDFAST_PYTHON": sys.executable,
             FOLDER: str(self.folder),
             ENDING: shlex.join(self._options),

@@ -41,7 +41,7 @@ _APART: Final = frozenset(
 """Programs that run another in an image, or in an environment, with its own `python3`."""
 _BEFORE: Final = _PREFIXES | _APART
 _IMAGES: Final = frozenset({"apptainer", "singularity"})
-_BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "deepspeed", "tune"})
+BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "deepspeed", "tune"})
 """Programs that call torch.distributed.run (accelerate/commands/launch.py, axolotl/cli,
 torchtune/_cli/run.py), or a launcher that launcher/wrap/hook knows too (deepspeed)."""
 _STARTS: Final = re.compile(
@@ -181,7 +181,7 @@ def _in_shell(
     """
     behind = bool(program) and _name(program[0]) in _BEFORE
     names = {*map(_name, program if behind else program[:1])}
-    known = _SHELLS | _BY_TORCHRUN
+    known = _SHELLS | BY_TORCHRUN
     begins = (at for at, word in enumerate(program) if _name(word) in known)
     first = next(begins, 0) if behind else 0
     shell, words = (_name(program[first]), program[first + 1 :]) if program else ("", ())
@@ -190,7 +190,7 @@ def _in_shell(
         shell = begin[1] if begin else ""
     text = " ".join([*words, *map(read, words[:2])])
     texts = [text, *(env.get(name, "") for name in VARIABLE.findall(text))]
-    if not names & _BY_TORCHRUN:
+    if not names & BY_TORCHRUN:
         if not shell or not any(map(_STARTS.search, texts)):
             return None
         if shell != "bash":

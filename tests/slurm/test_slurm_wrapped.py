@@ -355,7 +355,10 @@ IMAGE = """\
 # Stands for an image of its own: there is no scontrol, and python3 is another one.
 [[ $1 == exec && $2 == --nv && $3 == i.sif ]] || exit 9
 export IN_IMAGE=1
-mkdir -p "$PWD/image" && ln -sf {python} "$PWD/image/python3" && ln -sf {python} "$PWD/image/python"
+mkdir -p "$PWD/image"
+for name in python python3; do
+  printf '#!/bin/sh\\nexec {python} "$@"\\n' >"$PWD/image/$name" && chmod +x "$PWD/image/$name"
+done
 PATH=$PWD/image:/usr/bin:/bin exec "${{@:4}}"
 """
 WAY = """\
@@ -368,29 +371,25 @@ if rank == 0 and not first.exists():
     first.touch()
     os.kill(os.getpid(), 9)
 dist.barrier()
-Path(f"ended.{rank}").write_text(f"{dist.get_world_size()} {sys.argv[1:]} {'IN_IMAGE' in os.environ}")
+found = [dist.get_world_size(), *sys.argv[1:], "IN_IMAGE" in os.environ]
+Path(f"ended.{rank}").write_text(" ".join(map(str, found)))
 """
+
+
+IN_IMAGE = "srun singularity exec --nv i.sif"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("nodes", "launch", "world", "args", "in_image"),
+    ("nodes", "launch"),
     [
-        (
-            2,
-            "srun singularity exec --nv i.sif bash -c "
-            '"python -m torch.distributed.run --nnodes=2 way.py a"',
-            *(2, ["a"], True),
-        ),
-        (1, "accelerate launch --multi_gpu --num_processes 2 way.py a", 2, ["a"], False),
-        (1, "srun singularity exec --nv i.sif accelerate launch --multi_gpu --num_processes 2 "
-            "way.py a", 2, ["a"], True),
+        (2, f"{IN_IMAGE} bash -c 'python -m torch.distributed.run --nnodes=2 way.py a'"),
+        (1, f"{IN_IMAGE} accelerate launch --multi_gpu --num_processes 2 way.py a"),
+        (1, "accelerate launch --multi_gpu --num_processes 2 way.py a"),
     ],
-)  # fmt: skip
-def test_each_way_to_launch_outlives_a_lost_worker(
-    slurm, tmp_path, nodes, launch, world, args, in_image
-):
+)
+def test_each_way_to_launch_outlives_a_lost_worker(slurm, tmp_path, nodes, launch):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "singularity").write_text(IMAGE.format(python=sys.executable))
@@ -401,8 +400,8 @@ def test_each_way_to_launch_outlives_a_lost_worker(
     job, run = submitted(slurm, tmp_path, made)
     assert run.ended(job, "COMPLETED").restarts == 0, run.story()
     assert (tmp_path / "after").read_text() == "ended with 0\n", run.story()
-    found = {(tmp_path / f"ended.{rank}").read_text() for rank in range(world)}
-    assert found == {f"{world} {args} {in_image}"}
+    found = {(tmp_path / f"ended.{rank}").read_text() for rank in range(2)}
+    assert found == {f"2 a {launch.startswith(IN_IMAGE)}"}
     assert len(run.events("epoch.formed")) == 2
 
 
