@@ -44,7 +44,7 @@ _IMAGES: Final = frozenset({"apptainer", "singularity"})
 BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "deepspeed", "tune"})
 """Programs that call torch.distributed.run (accelerate/commands/launch.py, axolotl/cli,
 torchtune/_cli/run.py), or a launcher that launcher/wrap/hook knows too (deepspeed)."""
-_STARTS: Final = re.compile(
+STARTS: Final = re.compile(
     TORCHRUN.pattern + r"|\baccelerate\s+launch\b|\baxolotl\s+train\b|\btune\s+run\b"
     r"|(?<![-.\w])deepspeed\s"
 )
@@ -191,7 +191,7 @@ def _in_shell(
     text = " ".join([*words, *map(read, words[:2])])
     texts = [text, *(env.get(name, "") for name in VARIABLE.findall(text))]
     if not names & BY_TORCHRUN:
-        if not shell or not any(map(_STARTS.search, texts)):
+        if not shell or not any(map(STARTS.search, texts)):
             return None
         if shell != "bash":
             cannot_wrap(f"torchrun is started by {shell}, which may be another shell than bash")

@@ -21,7 +21,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.secret_forms import leaks
 from launcher.spec.spec import JobSpec
 from launcher.wrap.ending import ending_of
-from launcher.wrap.launches import TORCHRUN, UNKNOWN, WrappedLaunch
+from launcher.wrap.launches import STARTS, UNKNOWN, WrappedLaunch
 from launcher.wrap.sruns import cannot_wrap
 
 _REPLACED: Final = re.compile(
@@ -31,7 +31,7 @@ _REPLACED: Final = re.compile(
 _HETEROGENEOUS: Final = re.compile(r"#SBATCH\s+(het|pack)job\b")
 _BASH: Final = re.compile(r"#!.*\bbash\b")
 _WRAPPED: Final = "launcher.node.script"
-_STARTS: Final = re.compile(r"\b(srun|torchrun|accelerate|deepspeed|torch\.distributed\.run)\b")
+_MAY_START: Final = re.compile(r"\b(srun|torchrun|accelerate|deepspeed|torch\.distributed\.run)\b")
 _WISH: Final = re.compile(r"--shutdown[-_]timeout[= ]\s*(\d+(?:\.\d+)?)\b")
 
 
@@ -64,7 +64,7 @@ def wrap_script(text: str, python: str) -> WrappedScript:
     lines = text.split("\n")
     head = _head(lines)
     commands = [line for line in lines if not line.lstrip().startswith("#")]
-    if not any(map(_STARTS.search, commands)):
+    if not any(map(_MAY_START.search, commands)):
         cannot_wrap("nothing in it starts a training: no srun, torchrun, accelerate or deepspeed")
     _refuse_secrets(commands)
     wishes = [float(wish) for line in commands for wish in _WISH.findall(line)]
@@ -83,12 +83,13 @@ def wrap_script(text: str, python: str) -> WrappedScript:
 _MOST_SHOWN: Final = 60
 _RANGE: Final = re.compile(r"--nnodes[= ]\s*[\"']?(\d+):(\d+)")
 _BY_TEXT: Final = (
-    (r"--multi-prog|--het-group|--pty|\bdeepspeed\b", "runs as it is, without agents"),
+    (r"--multi-prog|--het-group|--pty", "runs as it is, without agents"),
     (
         r"\b(ba)?sh\b.*(-c|\.sh)\b",
         "runs on each node; agents run where it starts torchrun",
     ),
-    (rf"{TORCHRUN.pattern}|\baccelerate\s+launch\b", "agents run in its place"),
+    (STARTS.pattern, "agents run in its place"),
+    (r"\bsrun\b.*\bpython", "with several tasks of one training agents start them, else as it is"),
     (r"\bsrun\b", "asked when it runs: agents if it starts a training, else it runs as it is"),
 )
 """What is in a line -> what becomes of it, the first that is found."""
@@ -105,7 +106,7 @@ def explained(text: str, wrapped: WrappedScript) -> list[str]:
     number = 1
     for line in whole.split("\n"):
         bare = " ".join(line.replace("\0", "").split())
-        if _STARTS.search(bare) and not bare.startswith("#"):
+        if _MAY_START.search(bare) and not bare.startswith("#"):
             what = next((what for form, what in _BY_TEXT if re.search(form, bare)), "agents run")
             shown = bare if len(bare) <= _MOST_SHOWN else f"{bare[:_MOST_SHOWN]}{UNKNOWN}"
             said.append(f"line {number}: {shown}: {what}")
@@ -140,7 +141,7 @@ def _head(lines: Sequence[str]) -> int:
 def _refuse_secrets(commands: Sequence[str]) -> None:
     """Refuse a secret among the words of a launch, as far as its line is whole by itself."""
     for line in "\n".join(commands).replace("\\\n", " ").split("\n"):
-        if not _STARTS.search(line):
+        if not _MAY_START.search(line):
             continue
         try:
             found = [*leaks(shlex.split(_VARIABLE.sub(UNKNOWN, line), comments=True))]
