@@ -59,10 +59,19 @@ Examples:
     help="Of a PyTorchJob: folder for its run directory, on a volume that all its pods share.  "
     "[default: runs on the only such volume]",
 )
+@click.option(
+    "--claim", metavar="NAME", help="Of a PyTorchJob: claim to mount for run directories, shared."
+)
 @click.option("--explain", is_flag=True, help="Of a batch script: say what becomes of its lines.")
 @json_option
 def wrap(
-    *, file: Path, output: Path | None, runs: str | None, explain: bool, as_json: bool
+    *,
+    file: Path,
+    output: Path | None,
+    runs: str | None,
+    claim: str | None,
+    explain: bool,
+    as_json: bool,
 ) -> None:
     """Wrap FILE, so that its job survives lost nodes.
 
@@ -80,7 +89,7 @@ def wrap(
     secrets: tuple[str, ...] = ()
     text = _text(file)
     if is_manifest(text):
-        made = wrap_manifest(text, str(file), runs=runs)
+        made = wrap_manifest(text, str(file), runs=runs, claim=claim)
         wrapped, secrets = made.text, made.secrets
         images = " and ".join(made.images)
         notes = [
@@ -92,12 +101,7 @@ def wrap(
                 for name in made.sidecars
             ),
         ]
-        if made.backoff_limit is not None:
-            notes.append(
-                f"backoffLimit: {made.backoff_limit} no longer ends the job: with "
-                "restartPolicy: ExitCode the agents' restart budget does, and nothing where no "
-                "agent can start"
-            )
+        notes += made.notes
     else:
         script = wrap_script(text, sys.executable)
         wrapped, notes = script.text, explained(text, script) if explain else list(script.notes)

@@ -24,6 +24,11 @@ REPLICATED_JOB: Final = "node"
 
 RUN_LABEL: Final = "holdfast.dev/run"
 """The job's name, on every object and pod of a run: the selector for all of them."""
+WITHOUT_MESH: Final = {
+    "labels": {"sidecar.istio.io/inject": "false"},
+    "annotations": {"linkerd.io/inject": "disabled"},
+}
+"""Of pods: the proxies of a service mesh would answer for agents, which refuse strangers."""
 ATTEMPT_LABEL: Final = "holdfast.dev/attempt"
 """Number of the submission, from 0; `submit` sets it, pods see it as HOLDFAST_ATTEMPT."""
 MANAGED_LABEL: Final = "app.kubernetes.io/managed-by"

@@ -42,6 +42,7 @@ from launcher.render.kubernetes_names import (
     SECRET_VOLUME,
     SHM_VOLUME,
     TMP_VOLUME,
+    WITHOUT_MESH,
     board_url,
     config_map_name,
     own_account,
@@ -95,8 +96,9 @@ def _metadata(job: PodJob) -> Object:
         label = wish.topology.required or wish.topology.preferred
         near = {f"kueue.x-k8s.io/podset-{how}-topology": str(label)}
     return {
-        "labels": job.labels,
+        "labels": {**WITHOUT_MESH["labels"], **job.labels},
         "annotations": {
+            **WITHOUT_MESH["annotations"],
             **wish.annotations,
             # A pod that is moved costs the others a recovery.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",

@@ -213,6 +213,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "wrapped": False,
         "prefix": Quoted(""),
         "program": None,
+        "apart": "",
         "show": Quoted(""),
         "container": slurm.container,
         "ours": _ours(spec, automatic),

@@ -12,12 +12,19 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, NoReturn
 
-from launcher.render.kubernetes_names import API_VERSIONS, CONTAINERS, KINDS, SHM_VOLUME
+from launcher.render.kubernetes_names import (
+    API_VERSIONS,
+    CLAIM_VOLUME,
+    CONTAINERS,
+    KINDS,
+    SHM_VOLUME,
+    WITHOUT_MESH,
+)
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
 from launcher.spec.errors import UserError, Where
@@ -37,6 +44,16 @@ _JOB_LABEL: Final = "training.kubeflow.org/job-name"
 """Label of pods, set by the operator."""
 _SHARED: Final = ("persistentVolumeClaim", "nfs", "csi", "cephfs")
 """Volumes that several nodes may mount."""
+_OF_A_POD: Final = (
+    *("emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected", "image"),
+    *("awsElasticBlockStore", "azureDisk", "gcePersistentDisk"),
+)
+"""Volumes that end with their pod, or that only one node mounts."""
+_SHARED_MODES: Final = ("ReadWriteMany",)
+CLAIM_MOUNT: Final = "/holdfast"
+"""Where `--claim` mounts a claim."""
+RESTARTS_PER_NODE: Final = 20
+"""Least backoffLimit for each pod, as of a rendered job (`restart_limit`)."""
 _SHELLS: Final = ("sh", "bash", "dash", "ash", "zsh")
 _LAUNCHER: Final = re.compile(
     r"(?<![^\s;&|()])(?:\S*/)?"
@@ -59,8 +76,8 @@ class Wrapped:
     """Containers that are initContainers now."""
     secrets: tuple[str, ...]
     """Texts of the manifest that must not be shown."""
-    backoff_limit: object
-    """The manifest's own, where it counted restarts and does no more."""
+    notes: tuple[str, ...]
+    """What of the manifest does something else now, or may, a line each."""
 
 
 def is_manifest(text: str) -> bool:
@@ -69,11 +86,14 @@ def is_manifest(text: str) -> bool:
     return not text.startswith("#!") and found is not None
 
 
-def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
+def wrap_manifest(
+    text: str, file: str, *, runs: str | None = None, claim: str | None = None
+) -> Wrapped:
     """Return the manifest `text` with what lets its job survive lost nodes.
 
     Other documents than its one PyTorchJob stay. `file` is its name, for messages; `runs` the
     folder of run directories, on a volume that all pods share, by default `runs` on the only one.
+    `claim` is a claim that is mounted for it, at CLAIM_MOUNT.
 
     Raises:
         UserError: HF169, what keeps it from that; HF003 and HF007, it cannot be read.
@@ -87,6 +107,8 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
     places = [("spec", "pytorchReplicaSpecs", role) for role in roles]
     sidecars = dict.fromkeys(name for place in places for name in _move_sidecars(job, place))
     pods = [_Pods(job, place) for place in places]
+    for pod in pods:
+        pod.mount(claim)
     folders = {pod.runs(runs) for pod in pods}
     if len(folders) > 1:
         job.refuse(
@@ -98,8 +120,7 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
     secrets = tuple(leak.secret for leak in leaks(job.source.data))
     if job.get("spec", "runPolicy", "cleanPodPolicy") != "All":
         job.put(("spec", "runPolicy", "cleanPodPolicy"), "Running")
-    counted = any(job.get(*place, "restartPolicy") != "ExitCode" for place in places)
-    backoff = job.get("spec", "runPolicy", "backoffLimit") if counted else None
+    notes = [*_restart_notes(job, places), *(note for pod in pods for note in pod.told(folder))]
     shutdown_s = max([pod.wrap_command() or 0.0 for pod in pods])
     for pod in pods:
         pod.wrap(folder, shutdown_s)
@@ -109,8 +130,32 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
         images=tuple(images),
         sidecars=tuple(sidecars),
         secrets=secrets,
-        backoff_limit=backoff,
+        notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _restart_notes(job: _Manifest, roles: Sequence[Path]) -> Iterator[str]:
+    """Have the operator replace pods for as long as agents want; say what does so no more."""
+    path: Path = ("spec", "runPolicy", "backoffLimit")
+    limit = job.get(*path)
+    counts = [job.get(*role, "replicas") for role in roles]
+    num_pods = sum(count if isinstance(count, int) else 1 for count in counts)
+    least = RESTARTS_PER_NODE * num_pods
+    if isinstance(limit, int) and limit < least:
+        # common/job.go: a failed pod beside a retry of the job above the limit ends the job.
+        job.put(path, least)
+        yield (
+            f"backoffLimit: {limit} is {least} now: a pod that is killed would have ended the job; "
+            "the agents' restart budget ends it, and nothing where no agent can start"
+        )
+    for before in dict.fromkeys(str(job.get(*role, "restartPolicy")) for role in roles):
+        if before in ("Never", "OnFailure", "Always"):
+            yield f"restartPolicy: {before} is ExitCode now: the agent's code says what follows"
+    if job.get("spec", "elasticPolicy", "metrics"):
+        yield (
+            "elasticPolicy.metrics stays: its autoscaler changes the number of pods of a running "
+            "job, each time at the price of a restart; take it out"
+        )
 
 
 def _move_sidecars(job: _Manifest, role: Path) -> list[str]:
@@ -166,37 +211,95 @@ class _Pods:
     def _is_wrapped(self) -> bool:
         return "holdfast batch -- " in " ".join(word for _, word in self._words(self.container))
 
+    def mount(self, claim: str | None) -> None:
+        """Mount a claim for the run directories, if there is one."""
+        if claim is None or any(
+            volume.get("name") == CLAIM_VOLUME for volume in self._job.rows(*self._spec, "volumes")
+        ):
+            return
+        source = {"persistentVolumeClaim": {"claimName": claim}}
+        self._job.extend((*self._spec, "volumes"), [{"name": CLAIM_VOLUME, **source}])
+        mount = {"name": CLAIM_VOLUME, "mountPath": CLAIM_MOUNT}
+        self._job.extend((*self.container, "volumeMounts"), [mount])
+
+    def _mounts(self) -> dict[str, Object]:
+        """Return the mounts that may be written, by their paths."""
+        rows = self._job.rows(*self.container, "volumeMounts")
+        return {
+            str(mount["mountPath"]).rstrip("/"): mount
+            for mount in rows
+            if mount.get("mountPath") and not mount.get("readOnly")
+        }
+
+    def _volume(self, mount: Object) -> Object:
+        volumes = self._job.rows(*self._spec, "volumes")
+        return next((row for row in volumes if row.get("name") == mount.get("name")), {})
+
     def runs(self, wanted: str | None) -> str:
         """Return the folder of run directories.
 
         Raises:
-            UserError: HF169, it is on no volume that all nodes share, or on one of several.
+            UserError: HF169, it is on no volume that all pods share and that outlives them, or on
+                one of several.
         """
-        job = self._job
-        mounts = {
-            str(mount["mountPath"]).rstrip("/"): str(mount.get("name"))
-            for mount in job.rows(*self.container, "volumeMounts")
-            if mount.get("mountPath") and not mount.get("readOnly")
-        }
+        job, mounts = self._job, self._mounts()
+        if any(str(mount.get("name")) == CLAIM_VOLUME for mount in mounts.values()):
+            mounts = {CLAIM_MOUNT: mounts[CLAIM_MOUNT]}
         if wanted is not None:
             path = PurePosixPath(wanted)
-            if ".." in path.parts or not any(path.is_relative_to(mount) for mount in mounts):
-                job.refuse(f"--runs {wanted} is on none of its volumes", self.container)
+            around = [mount for mount in mounts if path.is_relative_to(mount)]
+            if ".." in path.parts or not around:
+                there = f"; those are on {', '.join(mounts)}" if mounts else ""
+                job.refuse(f"--runs {wanted} is on none of its volumes{there}", self.container)
+            self._check_lasting(mounts[max(around, key=len)])
             return str(path)
-        shared = {
-            str(volume.get("name"))
-            for volume in job.rows(*self._spec, "volumes")
-            if any(kind in volume for kind in _SHARED)
-        }
-        found = [mount for mount, name in mounts.items() if name in shared]
+        found = [
+            path
+            for path, mount in mounts.items()
+            if any(kind in self._volume(mount) for kind in _SHARED)
+        ]
         if len(found) != 1:
-            several = f"it mounts several: {', '.join(found)}" if found else "it mounts none"
+            several, advice = f"it mounts several: {', '.join(found)}", "name one: --runs DIR"
+            if not found:
+                several = "it mounts none"
+                advice = "have a claim with ReadWriteMany mounted: --claim NAME"
             job.refuse(
-                f"the run needs a folder on a volume that all pods share and may write; {several}; "
-                "name the folder: --runs DIR",
+                "the run needs a folder on a volume that all pods share and may write; "
+                f"{several}; {advice}",
                 self.container,
             )
+        self._check_lasting(mounts[found[0]])
         return f"{found[0]}/runs"
+
+    def _check_lasting(self, mount: Object) -> None:
+        """Refuse a volume that ends with its pod, or that each pod has for itself."""
+        volume, advice = (
+            self._volume(mount),
+            "have a claim with ReadWriteMany mounted: --claim NAME",
+        )
+        kind = next((kind for kind in _OF_A_POD if kind in volume), None)
+        if kind is not None or not volume:
+            what = f"a volume of each pod ({kind})" if kind else "no volume of the manifest"
+            self._job.refuse(f"{mount.get('mountPath')} is {what}: {advice}", self.container)
+        if mount.get("subPathExpr"):
+            what = f"{mount.get('mountPath')} is another folder in each pod (subPathExpr)"
+            self._job.refuse(f"{what}: {advice}", self.container)
+        name = _claim_of(volume)
+        modes = self._job.claim_modes(name) if name else None
+        if modes is not None and not {*modes} & {*_SHARED_MODES}:
+            what = f"the claim {name} ({', '.join(map(str, modes))}) is one node's"
+            self._job.refuse(f"{what}: it must have ReadWriteMany", self.container)
+
+    def told(self, folder: str) -> Iterator[str]:
+        """Yield what is to be known of the volume that `folder` is on."""
+        mounts = self._mounts()
+        around = [mount for mount in mounts if PurePosixPath(folder).is_relative_to(mount)]
+        volume = self._volume(mounts[max(around, key=len)])
+        name = _claim_of(volume)
+        if name and self._job.claim_modes(name) is None:
+            yield f"the claim {name} must have ReadWriteMany: kubectl get pvc {name}"
+        if "hostPath" in volume:
+            yield f"{folder} must be a file system that all nodes share, or the run is lost"
 
     def wrap(self, runs: str, shutdown_s: float) -> None:
         """Change all but the command.
@@ -212,6 +315,12 @@ class _Pods:
         least_s = max(GRACE_S, math.ceil(shutdown_s + AFTER_KILL_S) + _END_S)
         grace_s = max(least_s, grace if isinstance(grace, int) else 0)
         job.put((*spec, "terminationGracePeriodSeconds"), grace_s)
+        head: Path = (*spec[:-1], "metadata")
+        said = [{**job.mapping(*head, field)} for field in WITHOUT_MESH]
+        for field, values in WITHOUT_MESH.items():
+            for name, value in values.items():
+                if not any(name in each for each in said):  # the user's own stays
+                    job.put((*head, field, name), value)
         job.extend((*container, "env"), list(self._variables(runs, grace_s - _END_S)))
         mounts = job.rows(*container, "volumeMounts")
         if job.get(*spec, "hostIPC") or any(one.get("mountPath") == SHM for one in mounts):
@@ -328,6 +437,7 @@ class _Manifest:
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
+        self._claims: dict[str, list[object]] = {}
         self.source = self._read()
 
     def _read(self) -> SpecSource:
@@ -341,9 +451,22 @@ class _Manifest:
                 f"expected one PyTorchJob of {wanted[0]}, found {what}", Where(self.file, 1)
             )
         source = documents[kinds.index(wanted)]
+        self._claims = {}
+        for each in documents:
+            match each.data:
+                case {
+                    "kind": "PersistentVolumeClaim",
+                    "metadata": {"name": str(name)},
+                    "spec": {"accessModes": [*modes]},
+                }:
+                    self._claims[name] = modes
         if source.problems:
             raise UserError.many(source.problems)
         return source
+
+    def claim_modes(self, name: str) -> list[object] | None:
+        """Return the access modes of a claim of the same text; None: it is not there."""
+        return self._claims.get(name)
 
     def refuse(self, message: str, path: Path = (), row: int | None = None) -> NoReturn:
         """Refuse the manifest for what is at `place(path, row)`."""
@@ -529,6 +652,14 @@ def _lines(value: Any) -> list[str]:
 def _folder(word: str) -> str:
     """Return the folder of a program, with its slash, where it is named: holdfast is beside it."""
     return word[: word.rfind("/") + 1]
+
+
+def _claim_of(volume: Object) -> str | None:
+    """Return the name of a volume's claim, if it is one."""
+    match volume:
+        case {"persistentVolumeClaim": {"claimName": str(name)}}:
+            return name
+    return None
 
 
 def _source(row: Object) -> str:

@@ -151,16 +151,81 @@ def test_other_containers_become_sidecars(before, first):
 
 
 @pytest.mark.parametrize(
-    ("policy", "limit", "counted"),
-    [("OnFailure", 6, 6), ("ExitCode", 6, None), ("OnFailure", None, None), (None, 0, 0)],
+    ("policy", "limit", "written"),
+    [("OnFailure", 6, 40), ("ExitCode", 0, 40), ("OnFailure", None, None), (None, 90, 90)],
 )
-def test_a_backoff_limit_that_no_longer_counts_is_said(policy, limit, counted):
+def test_the_operator_replaces_pods_for_as_long_as_agents_want(policy, limit, written):
     text = PLAIN
     if policy:
         text = text.replace("replicas: 2\n", f"replicas: 2\n      restartPolicy: {policy}\n")
     if limit is not None:
         text = text.replace("spec:\n", f"spec:\n  runPolicy: {{backoffLimit: {limit}}}\n", 1)
-    assert wrap_manifest(text, "job.yaml").backoff_limit == counted
+    made = wrap_manifest(text, "job.yaml")
+    (job,) = yaml.safe_load_all(made.text)
+    assert job["spec"]["runPolicy"].get("backoffLimit") == written
+    assert any(f"backoffLimit: {limit} is 40" in note for note in made.notes) == (written == 40)
+    assert any("ExitCode now" in note for note in made.notes) == (policy == "OnFailure")
+
+
+CLAIM = """\
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {{name: data}}
+spec: {{accessModes: [{mode}], resources: {{requests: {{storage: 1Gi}}}}}}
+---
+"""
+
+
+@pytest.mark.parametrize("runs", [None, "/data/x"])
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("emptyDir: {}", "emptyDir"),
+        ("emptyDir: {medium: Memory}", "emptyDir"),
+        ("ephemeral: {volumeClaimTemplate: {}}", "ephemeral"),
+        ("configMap: {name: x}", "configMap"),
+        (None, "ReadWriteOnce"),
+        ("persistentVolumeClaim: {claimName: data}}, {name: x", "subPathExpr"),
+    ],
+)
+def test_a_run_directory_that_cannot_outlive_a_pod_is_refused(source, word, runs):
+    text = PLAIN.replace("persistentVolumeClaim: {claimName: data}", source or "")
+    if source is None:
+        text = CLAIM.format(mode="ReadWriteOnce") + PLAIN
+    if word == "subPathExpr":
+        text = text.replace("mountPath: /data", "mountPath: /data, subPathExpr: $(POD_NAME)")
+    with pytest.raises(UserError) as caught:
+        wrap_manifest(text, "job.yaml", runs=runs)
+    assert caught.value.code == "HF169"
+    if runs or word in ("ReadWriteOnce", "subPathExpr"):
+        assert word in str(caught.value)
+    made = wrap_manifest(text, "job.yaml", claim="runs")
+    assert made.run_dir == "/holdfast/runs/own"
+    (job,) = (each for each in yaml.safe_load_all(made.text) if each["kind"] == "PyTorchJob")
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    found = volumes[mounts["/holdfast"]]["persistentVolumeClaim"]
+    assert found == {"claimName": "runs"}
+
+
+def test_what_may_be_storage_of_one_node_is_said():
+    hosts = PLAIN.replace("persistentVolumeClaim: {claimName: data}", "hostPath: {path: /lustre}")
+    made = wrap_manifest(hosts, "job.yaml", runs="/data/x")
+    assert any("/data/x must be a file system" in note for note in made.notes)
+    assert any("kubectl get pvc data" in n for n in wrap_manifest(PLAIN, "job.yaml").notes)
+    shared = CLAIM.format(mode="ReadWriteMany") + PLAIN
+    assert wrap_manifest(shared, "job.yaml").notes == ()
+
+
+@pytest.mark.parametrize("own", ["", "annotations: {sidecar.istio.io/inject: 'true'}"])
+def test_pods_are_kept_out_of_a_service_mesh_unless_the_manifest_says_otherwise(own):
+    text = PLAIN.replace("template:\n", f"template:\n        metadata: {{{own}}}\n", 1)
+    (job,) = yaml.safe_load_all(wrap_manifest(text, "job.yaml").text)
+    head = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"]
+    assert head["annotations"]["linkerd.io/inject"] == "disabled"
+    given = {**head.get("labels", {}), **head["annotations"]}["sidecar.istio.io/inject"]
+    assert given == ("true" if own else "false")
 
 
 _JUNK = (None, 1, True, "x", "", [], {}, [1], [None], [{}], {"a": 1}, [{"name": ["x"]}], [[]])
