@@ -24,6 +24,9 @@ UNKNOWN: Final = "\N{HORIZONTAL ELLIPSIS}"
 """Stands in a text for what only the shell knows."""
 _JOIN_TIMEOUT: Final = re.compile(r"(?:^|,)join_timeout=(\d+(?:\.\d+)?)(?:,|$)")
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
+LOCAL_RANK: Final = "--local-rank=${local_rank}"
+"""What torch.distributed.launch adds without --use-env (torch/distributed/run.py,
+config_from_args); workers get the number."""
 AFTER_KILL_S: Final = 30.0
 """Part of a pod's time to shut down: its agent ends after it has killed its workers."""
 TASK: Final = "HOLDFAST_TASK"
@@ -35,12 +38,11 @@ _FIRST_LINE: Final = re.compile(r"#!\s*\S*?\b(?:env\s+)?(bash|dash|ksh|sh|zsh)\b
 _PREFIXES: Final = frozenset(
     {"env", "nice", "ionice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout"}
 )
-_APART: Final = frozenset(
-    {"apptainer", "conda", "mamba", "micromamba", "pixi", "poetry", "singularity", "uv"}
-)
+_IMAGES: Final = frozenset({"apptainer", "apptainer_wrapper", "singularity", "singularity_wrapper"})
+"""The wrappers are a site's own, whose modules say what they bind (CSC)."""
+_APART: Final = frozenset({"conda", "mamba", "micromamba", "pixi", "poetry", "uv", *_IMAGES})
 """Programs that run another in an image, or in an environment, with its own `python3`."""
 _BEFORE: Final = _PREFIXES | _APART
-_IMAGES: Final = frozenset({"apptainer", "singularity"})
 BY_TORCHRUN: Final = frozenset({"accelerate", "axolotl", "deepspeed", "tune"})
 """Programs that call torch.distributed.run (accelerate/commands/launch.py, axolotl/cli,
 torchtune/_cli/run.py), or a launcher that launcher/wrap/hook knows too (deepspeed)."""
@@ -154,7 +156,9 @@ def launch_of(
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(
             *(flag for flag, is_set in kinds.items() if is_set),
-            *(given.script, *literal(given.script_args)),
+            given.script,
+            *([LOCAL_RANK] if program[found[1] - 1] == _MODULES[1] and not given.use_env else []),
+            *literal(given.script_args),
         ),
         join_timeout_s=float(waits[1]) if waits else None,
         shutdown_timeout_s=shutdown_timeout_of(given.shutdown_timeout),
@@ -244,11 +248,6 @@ def torchrun_arguments(argv: Sequence[str], at: int, *, alone: bool = False) -> 
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
     given = parser.parse_args(list(argv[at:]))
-    if argv[at - 1] == _MODULES[1] and not given.use_env:
-        cannot_wrap(
-            "torch.distributed.launch passes --local-rank to the script, which holdfast does not: "
-            "let it read LOCAL_RANK, and use torchrun"
-        )
     if given.run_path or (given.standalone and not alone):
         cannot_wrap("torchrun: --run-path and --standalone cannot be wrapped; leave them out")
     return given

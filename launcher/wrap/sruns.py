@@ -100,7 +100,7 @@ class SrunOptions:
             UserError: HF169, the job does not have them.
         """
         named, without = (
-            expand(self.given[name]) if self.given.get(name) else ()
+            expand(",".join(self.given[name].split())) if self.given.get(name) else ()
             for name in ("nodelist", "exclude")
         )
         first = int(self.given.get("relative") or 0)

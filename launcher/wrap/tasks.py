@@ -27,7 +27,9 @@ _FILE: Final = re.compile(r"[^\s;&|'\"=]+\.(?:py|sh)\b")
 _MOST_FILES: Final = 16
 _TOGETHER: Final = re.compile(
     r"\bMASTER_ADDR\b|\bSLURM_PROCID\b|\btorch\.distributed\b|init_process_group|init_distributed"
-    r"|\b(?:pytorch_)?lightning\b|\bdeepspeed\b|\bmegatron\b|DistributedDataParallel"
+    r"|\b(?:pytorch_)?lightning\b|\bdeepspeed\b|(?:\b|_)megatron\b|DistributedDataParallel"
+    r"|\bnum[-_]nodes\b",
+    re.IGNORECASE,
 )
 """What a program has whose tasks are one training; tasks that know nothing of others have not."""
 _BIND: Final = re.compile(r"--(cpu|gpu|accel)[-_]bind=(.*)")

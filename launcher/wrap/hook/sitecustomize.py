@@ -32,7 +32,9 @@ def _words(torchrun: Any, args: Namespace) -> list[str]:
             continue
         name = max(action.option_strings, key=len)
         found += [name] if action.nargs == 0 else [f"{name}={value}"]
-    return [*found, args.training_script, *args.training_script_args]
+    # torch.distributed.launch calls it with a parser of its own.
+    rank = ["--local-rank=${local_rank}"] if getattr(args, "use_env", True) is False else []
+    return [*found, args.training_script, *rank, *args.training_script_args]
 
 
 def _start(words: list[str]) -> None:

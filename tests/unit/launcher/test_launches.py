@@ -149,7 +149,6 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun torchrun --nonsense t.py",
         "srun torchrun --shutdown-timeout=-1 t.py",
         "srun torchrun --shutdown-timeout=soon t.py",
-        "srun python -m torch.distributed.launch t.py",
         "torchrun --run-path t.py",
         "torchrun --nnodes=2 t.py",
         "srun --export=NONE torchrun t.py",
@@ -254,6 +253,15 @@ def test_a_shell_that_starts_a_training_on_each_node(argv):
         f'"$hf_python" -P -m launcher.node task "$hf_run" -- \\\n    {shlex.join(words[2:])} &'
         in text
     )
+
+
+@pytest.mark.parametrize("with_rank", [True, False])
+def test_what_torch_distributed_launch_adds_is_added(with_rank):
+    flags = [] if with_rank else ["--use-env"]
+    words = ["srun", "python", "-m", "torch.distributed.launch", *flags, "t.py", "x"]
+    command = load_spec(job_of(launch_of(words, ENV), ENV)).command
+    added = ["--local-rank=1"] if with_rank else []
+    assert [*fill(command, {}, local_rank=1)] == ["t.py", *added, "x"]
 
 
 @pytest.mark.parametrize(

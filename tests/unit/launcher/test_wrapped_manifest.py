@@ -112,7 +112,6 @@ def with_containers(*more):
         (SCRIPT + "              torchrun --standalone a.py\n", 19),
         (PLAIN.replace("torchrun, ", "torchrun, --nonsense, "), 15),
         (f"{PLAIN}  note: |+\n    a\n\n\n", 4),
-        (PLAIN.replace("torchrun, ", "python, -m, torch.distributed.launch, "), 15),
     ],
 )
 def test_a_manifest_that_cannot_be_wrapped(text, line):
