@@ -40,6 +40,12 @@ GRACE_S: Final = 120
 _END_S: Final = 30
 """Part of the grace from the agent's end, or its death, to the pod's."""
 _TARGET: Final = "pytorchjob"
+_WAYS: Final = {
+    **dict.fromkeys(("PyTorchJob", "HyperPodPyTorchJob", "MPIJob"), "pytorchjob"),
+    "JobSet": "jobset",
+    "TrainJob": "trainjob",
+}
+"""Kind of a job that cannot be wrapped -> what a job file is rendered to in its place."""
 _JOB_LABEL: Final = "training.kubeflow.org/job-name"
 """Label of pods, set by the operator."""
 _SHARED: Final = ("persistentVolumeClaim", "nfs", "csi", "cephfs")
@@ -447,9 +453,13 @@ class _Manifest:
         if kinds.count(wanted) != 1:
             found = ", ".join(f"{kind} ({api})" for api, kind in kinds) or "no manifest"
             what = "several" if wanted in kinds else found
-            cannot_wrap(
-                f"expected one PyTorchJob of {wanted[0]}, found {what}", Where(self.file, 1)
+            ways = {target for _, kind in kinds if (target := _WAYS.get(str(kind)))}
+            advice = "".join(
+                f"; describe the training in a job file: holdfast render JOB.yaml --to {target}"
+                for target in sorted(ways)
             )
+            message = f"expected one PyTorchJob of {wanted[0]}, found {what}"
+            cannot_wrap(f"{message}{advice}", Where(self.file, 1))
         source = documents[kinds.index(wanted)]
         self._claims = {}
         for each in documents:
