@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.flags import SIGNALS, OptionsError, signals
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.hardware import (
+    FABRIC_VARIABLE,
     ask,
     check_fabric,
     healthy,
@@ -53,6 +55,7 @@ from elastic_trainer.board.address import BOARD_VARIABLE, FILE
 from elastic_trainer.board.open_board import open_board
 from elastic_trainer.plan.config import METRICS_TARGETS
 from elastic_trainer.plan.gpus import Gpu
+from elastic_trainer.plan.locked_memory import locked_memory
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_FAILED
 from elastic_trainer.record.script_steps import WRITER
@@ -93,6 +96,16 @@ def run(options: Options) -> int:
     return code
 
 
+def _fabric_notes() -> Iterator[str]:
+    """Yield what is wrong with this node's RDMA and stops nothing."""
+    if os.environ.get(FABRIC_VARIABLE, "none") == "none":
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    if wrong := locked_memory(status, limit):
+        yield wrong
+
+
 def _run(options: Options) -> int:
     """Run the agent until the job stops. The process must have no thread yet.
 
@@ -112,7 +125,7 @@ def _run(options: Options) -> int:
     # Neither board nor secret may be files there.
     is_data = options.secret_file is not None and options.board not in (None, FILE)
     probe_storage(record, is_data=is_data)
-    for note in options.notes:
+    for note in (*options.notes, *_fabric_notes()):
         sys.stderr.write(f"holdfast agent: {note}\n")
     env = _environment(options, address)
     with contextlib.ExitStack() as stack:

@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import platform
+import resource
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.plan.gpus import QUERY, Gpu, answering
+from elastic_trainer.plan.locked_memory import locked_memory
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.storage.files import write_atomic
 from launcher.fleet.preflight import tools
@@ -50,6 +52,7 @@ _SBIN: Final = ("/usr/sbin", "/sbin")
 """Folders that users' PATH may lack."""
 _NVIDIA: Final = Path("/proc/driver/nvidia")
 _SWITCHES: Final = Path("/proc/driver/nvidia-nvswitch/devices")
+_VERBS: Final = Path("/dev/infiniband")
 _SHARED: Final = ("nccl-", "torch_", "sem.mp-", "cuda.shm.")
 """What NCCL, torch, multiprocessing and CUDA call their segments in /dev/shm."""
 _SHOWN: Final = 4
@@ -302,6 +305,16 @@ def check_shm(expected: Expected) -> CheckResult:
     return CheckResult(check="shm", text=text)
 
 
+def check_locked_memory(_expected: Expected) -> CheckResult:
+    """Look whether adapters for RDMA may register as much memory as they need."""
+    name = "locked-memory"
+    if not _VERBS.is_dir():
+        return CheckResult(check=name, level="not here", text="no RDMA adapters")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = locked_memory(Path("/proc/self/status").read_text(encoding="utf-8"), limit)
+    return CheckResult(check=name, level="warn" if found else "ok", text=found or "unlimited")
+
+
 def check_clock(expected: Expected) -> CheckResult:
     """Compare this node's clock with that of the storage, which all nodes share."""
     try:
@@ -431,6 +444,7 @@ CHECKS: Final[dict[str, Check]] = {
     "ethernet": check_ethernet,
     "storage": check_storage,
     "shm": check_shm,
+    "locked-memory": check_locked_memory,
     "clock": check_clock,
     "time-sync": check_time_sync,
     "versions": check_versions,

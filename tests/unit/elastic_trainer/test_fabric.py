@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 
 from elastic_trainer.agent import __main__ as main
-from elastic_trainer.agent.hardware import FabricError, Port, check_fabric, chosen, nccl_net
+from elastic_trainer.agent.hardware import (
+    FabricError,
+    Port,
+    check_fabric,
+    chosen,
+    nccl_net,
+)
+from elastic_trainer.plan.locked_memory import locked_memory
 
 VERBS = "libc.so.6"
 """A library that is there."""
@@ -135,3 +143,19 @@ def test_the_agent_ends_before_it_does_anything(tmp_path, monkeypatch, capsys):
     assert main.main(argv) == 93
     assert " HF505 fabric: infiniband" in capsys.readouterr().err
     assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "effective", "wrong"),
+    [
+        (resource.RLIM_INFINITY, 0, False),
+        (64 << 10, 0, True),
+        (8 << 20, 1 << 13, True),
+        (8 << 20, 1 << 14, False),
+    ],
+)
+def test_rdma_needs_memory_that_may_be_locked(limit, effective, wrong):
+    granted = "CapPrm:\t0\nCapBnd:\t0000000000004000\n"
+    status = f"Name:\tx\n{granted}CapEff:\t{effective:016x}\n"
+    found = locked_memory(status, limit)
+    assert (found is not None and f"{limit >> 10} KiB" in found) == wrong

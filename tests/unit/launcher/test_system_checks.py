@@ -191,6 +191,18 @@ def test_a_service_without_switches_is_no_fault(tmp_path, monkeypatch):
     assert checks.check_fabric_manager(Expected(gpus=8)).level == "not here"
 
 
+def test_locked_memory_matters_where_there_is_rdma(tmp_path, monkeypatch):
+    assert checks.check_locked_memory(Expected()).level in ("not here", "ok", "warn")
+    for folder, wrong, level in (
+        (tmp_path / "none", "x", "not here"),
+        (tmp_path, "x", "warn"),
+        (tmp_path, None, "ok"),
+    ):
+        monkeypatch.setattr(checks, "_VERBS", folder)
+        monkeypatch.setattr(checks, "locked_memory", lambda *_, wrong=wrong: wrong)
+        assert checks.check_locked_memory(Expected()).level == level
+
+
 def test_the_fabric_manager_must_be_the_drivers():
     # https://github.com/leptonai/gpud (fabric-manager's parser), and
     # https://github.com/NVIDIA/gpu-operator/issues/544 for the versions.
