@@ -85,7 +85,7 @@ _RANGE: Final = re.compile(r"--nnodes[= ]\s*[\"']?(\d+):(\d+)")
 _BY_TEXT: Final = (
     (r"--multi-prog|--het-group|--pty", "runs as it is, without agents"),
     (
-        r"\b(ba)?sh\b.*(-c|\.sh)\b",
+        rf"(?=.*(?:{STARTS.pattern})).*\b(ba)?sh\b.*(-c|\.sh)\b",
         "runs on each node; agents run where it starts torchrun",
     ),
     (STARTS.pattern, "agents run in its place"),
