@@ -82,14 +82,14 @@ def wrap_script(text: str, python: str) -> WrappedScript:
 
 _MOST_SHOWN: Final = 60
 _RANGE: Final = re.compile(r"--nnodes[= ]\s*[\"']?(\d+):(\d+)")
+_SHELL: Final = r"\b(ba)?sh\b.*(-c|\.sh)\b"
+_BY_SHELL: Final = "runs on each node; agents run where it starts torchrun"
 _BY_TEXT: Final = (
     (r"--multi-prog|--het-group|--pty", "runs as it is, without agents"),
-    (
-        rf"(?=.*(?:{STARTS.pattern})).*\b(ba)?sh\b.*(-c|\.sh)\b",
-        "runs on each node; agents run where it starts torchrun",
-    ),
+    (rf"(?=.*(?:{STARTS.pattern})).*{_SHELL}", _BY_SHELL),
     (STARTS.pattern, "agents run in its place"),
     (r"\bsrun\b.*\bpython", "with several tasks of one training agents start them, else as it is"),
+    (_SHELL, _BY_SHELL),
     (r"\bsrun\b", "asked when it runs: agents if it starts a training, else it runs as it is"),
 )
 """What is in a line -> what becomes of it, the first that is found."""

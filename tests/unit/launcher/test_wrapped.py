@@ -156,7 +156,7 @@ def test_what_becomes_of_a_script_is_explained_line_by_line(tmp_path, capsys):
             "line 6: srun bash -c '$LAUNCHER b.py': runs on each node; agents run where it starts "
             "torchrun"
         ),
-        "line 7: srun deepspeed c.py: runs as it is, without agents",
+        "line 7: srun deepspeed c.py: agents run in its place",
         "a lost node: the others continue, down to 2 of 4",
         "after a restart the script goes on from the newest checkpoint that it loads",
         "180 s before the time limit workers get SIGTERM and have 80 s to save",
