@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from elastic_trainer.storage.files import read_json, write_atomic
 from launcher.node.agent import TAKEN, as_of_one_srun, nodes_of, taken_signals
-from launcher.node.attempt import Attempt
+from launcher.node.attempt import Attempt, say
 from launcher.node.launch import become, ending_in, without_first
 from launcher.node.script import HOOK
 from launcher.plan.search import plan
@@ -39,6 +39,8 @@ _BEGIN: Final = """\
 trap : HUP TERM USR1 USR2
 [[ -z ${HOLDFAST_BASH_ENV-} ]] || . "$HOLDFAST_BASH_ENV"
 """
+_NOT_STARTED: Final = 127
+"""A program that is not there, as shells say it."""
 _FOLDER: Final = "HOLDFAST_TASK_FOLDER"
 _FUNCTIONS: Final = {
     "torchrun": f'() {{ {_RUN} torchrun "$@"\n}}',
@@ -58,7 +60,12 @@ def run_task(
             TASK: str(attempt.run_dir),
         }
         with taken_signals(TAKEN) as wait:
-            program = subprocess.Popen(words, env=with_ours(own, folder))
+            try:
+                program = subprocess.Popen(words, env=with_ours(own, folder))
+            except OSError as error:
+                say(f"{node}: {words[0]}: {error.strerror}")
+                attempt.note_exit(node, _NOT_STARTED)
+                return _NOT_STARTED
             while program.poll() is None:
                 wait(1.0)  # it gets the signals as well
     code = program.returncode if program.returncode >= 0 else 128 - program.returncode

@@ -359,6 +359,7 @@ mkdir -p "$PWD/image"
 for name in python python3; do
   printf '#!/bin/sh\\nexec {python} "$@"\\n' >"$PWD/image/$name" && chmod +x "$PWD/image/$name"
 done
+ln -sf {bin}/accelerate "$PWD/image/"
 PATH=$PWD/image:/usr/bin:/bin exec "${{@:4}}"
 """
 WAY = """\
@@ -392,7 +393,9 @@ IN_IMAGE = "srun singularity exec --nv i.sif"
 def test_each_way_to_launch_outlives_a_lost_worker(slurm, tmp_path, nodes, launch):
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "singularity").write_text(IMAGE.format(python=sys.executable))
+    (programs / "singularity").write_text(
+        IMAGE.format(python=sys.executable, bin=Path(sys.executable).parent)
+    )
     (programs / "singularity").chmod(0o755)
     (tmp_path / "way.py").write_text(WAY)
     text = WAYS.format(nodes=nodes, launch=launch, bin=Path(sys.executable).parent)

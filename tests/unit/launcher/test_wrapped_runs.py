@@ -373,6 +373,17 @@ exec torchrun e
 """
 
 
+def test_a_program_that_is_not_on_a_node_is_said_once(job):
+    run = job.folder / "run"
+    (run / "attempts" / "7.0").mkdir(parents=True)
+    words = [sys.executable, "-P", "-m", "launcher.node", "task", run, "--", "no-such", "a"]
+    env = {**job.env, "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (127, False), done.stderr
+    assert "n1: no-such: No such file" in done.stdout + done.stderr
+    assert (run / "attempts" / "7.0" / "exit" / "n1").read_text() == "127\n"
+
+
 def test_a_shell_on_a_node_runs_as_it_is_but_for_what_starts_a_training(job):
     (job.folder / "says").write_text(f"{SAYS}exit 7\n")
     (job.folder / "says").chmod(0o755)
