@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -124,6 +125,8 @@ def agents_script(launch: WrappedLaunch, env: Mapping[str, str]) -> Path:
     Raises:
         UserError: HF678, HF163, HF160, HF612; HF169 its srun asks for nodes that are not the job's.
     """
+    if launch.of_tasks and not launch.options.in_container and find_spec("torch") is None:
+        cannot_wrap(f"agents need torch, which {sys.executable} lacks: wrap by one that has it")
     folder = Path(env[FOLDER])
     ending = ending_in(env, folder)
     spec = load_spec(job_of(launch, env, ending))
@@ -131,7 +134,7 @@ def agents_script(launch: WrappedLaunch, env: Mapping[str, str]) -> Path:
     hosts = hosts_of(launch, env, expand_nodes)
     python = sys.executable if launch.has_own_python else agents_python(launch.torchrun)
     run_dir = _run_dir(f"{spec.name}-{Attempt.of_env(Path(), env).slurm_id}", launch, folder)
-    output = output_of(launch, env)
+    output = output_of(launch, env, is_new=not is_run(run_dir))
     script = script_of(
         spec, planned, launch, run_dir=run_dir, python=python, hosts=hosts, output=output
     )
@@ -161,8 +164,10 @@ def ending_in(env: Mapping[str, str], folder: Path) -> Ending:
     return replace(ending, requeue=ending.requeue and not (folder / OWN_RESTART).exists())
 
 
-def output_of(launch: WrappedLaunch, env: Mapping[str, str]) -> str | None:
+def output_of(launch: WrappedLaunch, env: Mapping[str, str], *, is_new: bool) -> str | None:
     """Make the file of srun's --output, or empty it as srun does; return it, if there is one.
+
+    Unless `is_new` the launch goes on after a requeue, or has ended before: what is there stays.
 
     Raises:
         UserError: HF169, it cannot be written.
@@ -171,7 +176,7 @@ def output_of(launch: WrappedLaunch, env: Mapping[str, str]) -> str | None:
     if path is not None:
         adds = launch.options.given.get("open-mode", env.get("SLURM_OPEN_MODE", ""))[:1] == "a"
         try:
-            Path(path).open("ab" if adds else "wb").close()
+            Path(path).open("ab" if adds or not is_new else "wb").close()
         except OSError as error:
             cannot_wrap(f"srun --output={path}: {error.strerror}")
     return path

@@ -51,6 +51,8 @@ HOOK: Final = str(Path(wrap.__file__).with_name("hook"))
 """For every Python: what starts a training there starts agents (launcher/wrap/hook)."""
 _OPEN_MODE: Final = "SLURM_OPEN_MODE"
 """An srun's own --open-mode, which Slurm sets by that of the job: it is ours (wrap/ending.py)."""
+_LONGEST_TRAP: Final = 400
+"""Characters of its commands."""
 RUN: Final = "holdfast_run"
 _RUN: Final = f"""() {{
   if [[ $BASHPID == "$$" ]]; then {_LAUNCH} "$@"; return; fi
@@ -137,7 +139,8 @@ class Script:
 
     def _traps(self, pid: int, number: signal.Signals) -> bool:
         """Return whether the script has a trap for a signal, as its text or the kernel says."""
-        named = re.search(rf"\btrap\b.*\b(SIG)?{number.name[3:]}\b", self._text)
+        form = rf"\btrap\b.{{1,{_LONGEST_TRAP}}}?\b((SIG)?{number.name[3:]}|{number.value})\b"
+        named = re.search(form, self._text, re.DOTALL)
         # With a trap for EXIT bash itself catches all that would end it, to run that first.
         return _catches(pid, number) and bool(named or not _catches(pid, signal.SIGVTALRM))
 

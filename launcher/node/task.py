@@ -8,6 +8,7 @@ agent takes the place.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from launcher.render.local import render_local
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
-from launcher.wrap.launches import NOT_YET, TASK, job_of, launch_of
+from launcher.wrap.launches import BY_TORCHRUN, NOT_YET, TASK, job_of, launch_of
 
 _RUN: Final = '"$HOLDFAST_PYTHON" -P -m launcher.node launched "$HOLDFAST_TASK" $HOLDFAST_APART --'
 _OF_PYTHON: Final = f"""() {{
@@ -34,6 +35,16 @@ _OF_PYTHON: Final = f"""() {{
     *) command %s "$@" ;;
   esac
 }}"""
+_WITH_HOOK: Final = """() {
+  local PYTHONPATH=${PYTHONPATH-}
+  case ":$PYTHONPATH:" in
+    *:%(hook)s:*) ;;
+    *) PYTHONPATH=%(hook)s${PYTHONPATH:+:$PYTHONPATH} ;;
+  esac
+  export PYTHONPATH
+  command %(name)s "$@"
+}"""
+"""The shell may have set PYTHONPATH anew."""
 _BEGIN: Final = """\
 # Every process of a step gets its signals: a shell that one ends would take its agent along.
 trap : HUP TERM USR1 USR2
@@ -45,6 +56,7 @@ _FOLDER: Final = "HOLDFAST_TASK_FOLDER"
 _FUNCTIONS: Final = {
     "torchrun": f'() {{ {_RUN} torchrun "$@"\n}}',
     **{name: _OF_PYTHON % (name, name) for name in ("python", "python3")},
+    **{name: _WITH_HOOK % {"hook": shlex.quote(HOOK), "name": name} for name in BY_TORCHRUN},
 }
 """Of bash: sooner there than the hook, which first imports torch."""
 

@@ -91,8 +91,8 @@ class WrappedLaunch:
 
     @property
     def has_own_python(self) -> bool:
-        """Whether its Python is found only where it runs."""
-        return self.options.in_container or bool(self.inside or self.program)
+        """Whether its Python is found only where it runs, or is no concern of agents."""
+        return self.options.in_container or bool(self.inside or self.program) or self.of_tasks
 
 
 def _name(word: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Final
 
 from elastic_trainer.plan.command import literal
+from launcher.render.sbatch import CONTAINER_PYTHON
 from launcher.wrap.launches import VARIABLE, WrappedLaunch, unused
 from launcher.wrap.sruns import SrunOptions, cannot_wrap, srun_of
 
@@ -44,7 +45,7 @@ def tasks_of(
     """Take apart an srun whose tasks are the processes of a training; None: it is none.
 
     `env` and `read` are as for `launch_of`, which has found no launch in it; `python` is the
-    interpreter that has holdfast where the tasks run.
+    interpreter with holdfast of the nodes; an image has its own.
 
     Raises:
         UserError: HF169, it is one that cannot be wrapped.
@@ -79,7 +80,15 @@ def tasks_of(
         workers=each,
         command=(
             "--no-python",
-            *(python, "-P", "-m", AS_TASK, *([f"--gpus={gpus}"] if gpus else []), *own, "--"),
+            *(
+                CONTAINER_PYTHON if options.in_container else python,
+                "-P",
+                "-m",
+                AS_TASK,
+                *([f"--gpus={gpus}"] if gpus else []),
+                *own,
+                "--",
+            ),
             *literal(program),
         ),
         join_timeout_s=None,

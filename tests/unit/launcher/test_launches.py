@@ -11,6 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_trainer.plan.command import fill
 from launcher.cli.main import run_cli
+from launcher.node.launch import output_of
 from launcher.plan.search import plan
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
@@ -345,3 +346,21 @@ def test_braces_in_arguments_are_text_unless_they_name_something_of_ours():
 def test_where_an_srun_writes(option, path, notes):
     launch = launch_of(["srun", *option.split(), "torchrun", "a.py"], ENV)
     assert (launch.options.output(ENV), launch.notes) == (path, notes)
+
+
+def test_the_file_of_an_srun_is_emptied_as_srun_does_but_not_after_a_requeue(tmp_path):
+    file = tmp_path / "log"
+
+    def opened(*options, is_new=True, **env):
+        file.write_text("before")
+        launch = launch_of(["srun", f"--output={file}", *options, "torchrun", "a.py"], ENV)
+        assert output_of(launch, {**ENV, **env}, is_new=is_new) == str(file)
+        return file.read_text()
+
+    assert opened() == ""
+    assert opened("--open-mode=append") == opened(SLURM_OPEN_MODE="a") == "before"
+    assert opened(is_new=False) == "before"
+    file.unlink()
+    launch = launch_of(["srun", "-o", f"{tmp_path}/none/log", "torchrun", "a.py"], ENV)
+    with pytest.raises(UserError, match="HF169"):
+        output_of(launch, ENV, is_new=True)

@@ -123,6 +123,12 @@ def test_what_tasks_ask_for_is_asked_for_by_their_node(words, env, srun, own):
     assert list(launch.command[5:-2]) == [*own, "--"]
 
 
+def test_in_an_image_the_python_of_the_image_starts_them():
+    launch = tasks("--container-image=i", "python", "/opt/train.py")
+    assert launch.command[:2] == ("--no-python", "python3")
+    assert launch.srun == ("--container-image=i",)
+
+
 def test_a_task_for_each_torchrun_keeps_what_it_asks_for():
     argv = ["srun", "-c", "8", "--gpus-per-task=8", "torchrun", "a.py"]
     assert launch_of(argv, ENV).srun == ("--gpus-per-task=8", "--cpus-per-task=8")

@@ -367,6 +367,7 @@ torchrun --nnodes 2 'a  b'; echo "code $?"
 python3 -u -m torch.distributed.run c
 nice -n 1 torchrun d
 %s -m torch.distributed.run --rdzv_conf join_timeout=3 "f  g" --lr 1
+PYTHONPATH=$PWD
 accelerate launch --multi_gpu --num_machines 2 --num_processes 4 --machine_rank 1 \\
   --main_process_ip h --main_process_port 29500 --mixed_precision bf16 h --q
 exec torchrun e
