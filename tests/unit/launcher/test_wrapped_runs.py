@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from launcher.cli.main import run_cli
 from launcher.node.launch import outside, restarts_itself
+from launcher.node.script import HOOK
 from launcher.platforms.retries import polled
 from launcher.wrap.wrapped import wrap_script
 
@@ -372,6 +374,23 @@ accelerate launch --multi_gpu --num_machines 2 --num_processes 4 --machine_rank 
   --main_process_ip h --main_process_port 29500 --mixed_precision bf16 h --q
 exec torchrun e
 """
+
+
+@pytest.mark.parametrize("hidden", ["print('hidden')\n", None])
+def test_every_python_of_a_script_starts_as_before(tmp_path, hidden):
+    if hidden:
+        (tmp_path / "sitecustomize.py").write_text(hidden)
+    ask = f"import sys; print({HOOK!r} in sys.path, 'holdfast_start' in sys.modules)"
+    env = {"HOLDFAST_PYTHON": "x", "HOLDFAST_SCRIPT": "y", "PYTHONPATH": f"{HOOK}:{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.splitlines() == [*(["hidden"] if hidden else []), "False True"]
+    assert not done.stderr
+    # Scripts call old ones too, such as a system's 3.6, which read this file alone.
+    text = Path(HOOK, "sitecustomize.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 4))
+    assert text.isascii()
 
 
 def test_a_program_that_is_not_on_a_node_is_said_once(job):
