@@ -101,9 +101,9 @@ def _fabric_notes() -> Iterator[str]:
     if os.environ.get(FABRIC_VARIABLE, "none") == "none":
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    if wrong := locked_memory(status, limit):
-        yield wrong
+    with contextlib.suppress(OSError, ValueError):  # advice
+        if wrong := locked_memory(Path("/proc/self/status").read_text(encoding="utf-8"), limit):
+            yield wrong
 
 
 def _run(options: Options) -> int:

@@ -162,7 +162,6 @@ class Script:
         due = [attempt for _, _, run in self._launches() if (attempt := self._due(run))]
         if not due or not self._put_back:
             return
-        self._text = ""
         self._put_back = False
         if why:
             say(why)

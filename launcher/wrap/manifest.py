@@ -113,8 +113,10 @@ def wrap_manifest(
     places = [("spec", "pytorchReplicaSpecs", role) for role in roles]
     sidecars = dict.fromkeys(name for place in places for name in _move_sidecars(job, place))
     pods = [_Pods(job, place) for place in places]
-    for pod in pods:
-        pod.mount(claim)
+    if claim is not None:
+        for pod in pods:
+            pod.mount(claim)
+        runs = runs or f"{CLAIM_MOUNT}/runs"
     folders = {pod.runs(runs) for pod in pods}
     if len(folders) > 1:
         job.refuse(
@@ -217,14 +219,20 @@ class _Pods:
     def _is_wrapped(self) -> bool:
         return "holdfast batch -- " in " ".join(word for _, word in self._words(self.container))
 
-    def mount(self, claim: str | None) -> None:
-        """Mount a claim for the run directories, if there is one."""
-        if claim is None or any(
-            volume.get("name") == CLAIM_VOLUME for volume in self._job.rows(*self._spec, "volumes")
-        ):
-            return
-        source = {"persistentVolumeClaim": {"claimName": claim}}
-        self._job.extend((*self._spec, "volumes"), [{"name": CLAIM_VOLUME, **source}])
+    def mount(self, claim: str) -> None:
+        """Mount a claim for the run directories.
+
+        Raises:
+            UserError: HF169, its name or its place is taken.
+        """
+        volume = {"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": claim}}
+        before = [self._volume({"name": CLAIM_VOLUME}), self._mounts().get(CLAIM_MOUNT, {})]
+        if before[0] == volume and before[1].get("name") == CLAIM_VOLUME:
+            return  # an alias of containers that have it
+        if any(before):
+            taken = f"the volume {CLAIM_VOLUME} or a mount at {CLAIM_MOUNT}"
+            self._job.refuse(f"it has {taken} already: name its folder, --runs DIR", self.container)
+        self._job.extend((*self._spec, "volumes"), [volume])
         mount = {"name": CLAIM_VOLUME, "mountPath": CLAIM_MOUNT}
         self._job.extend((*self.container, "volumeMounts"), [mount])
 
@@ -249,8 +257,6 @@ class _Pods:
                 one of several.
         """
         job, mounts = self._job, self._mounts()
-        if any(str(mount.get("name")) == CLAIM_VOLUME for mount in mounts.values()):
-            mounts = {CLAIM_MOUNT: mounts[CLAIM_MOUNT]}
         if wanted is not None:
             path = PurePosixPath(wanted)
             around = [mount for mount in mounts if path.is_relative_to(mount)]

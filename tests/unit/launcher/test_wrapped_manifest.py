@@ -208,6 +208,14 @@ def test_a_run_directory_that_cannot_outlive_a_pod_is_refused(source, word, runs
     assert found == {"claimName": "runs"}
 
 
+def test_a_claim_that_has_no_room_is_refused_and_volumes_of_that_name_are_volumes():
+    own = PLAIN.replace("name: data,", "name: holdfast-runs,")
+    assert wrap_manifest(own, "job.yaml").run_dir == "/data/runs/own"
+    for text in (own, PLAIN.replace("mountPath: /data", "mountPath: /holdfast")):
+        with pytest.raises(UserError, match="HF169"):
+            wrap_manifest(text, "job.yaml", claim="runs")
+
+
 def test_what_may_be_storage_of_one_node_is_said():
     hosts = PLAIN.replace("persistentVolumeClaim: {claimName: data}", "hostPath: {path: /lustre}")
     made = wrap_manifest(hosts, "job.yaml", runs="/data/x")
