@@ -71,9 +71,9 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         made = None
     if made is None:
         become(argv, outside(env))
-    given = launch.options.given.items() if launch else ()
-    asked = {f"SLURM_{k.upper().replace('-', '_')}": v for k, v in given if k.endswith("-per-task")}
-    own = {FOLDER: str(folder), ENDING: env.get(ENDING, ""), **of_job({**env, **asked})}
+    own = {FOLDER: str(folder), ENDING: env.get(ENDING, "")}
+    if launch is not None and launch.of_tasks:
+        own |= of_job({**env, **launch.options.of_task})
     become(["/bin/bash", str(made)], {**outside(env), **own})
 
 

@@ -57,15 +57,15 @@ _SHELLS: Final = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 class WrappedLaunch:
     """A torchrun, with the srun that starts it on Slurm, taken apart."""
 
-    torchrun: str
-    """The word that starts it: itself, or the Python that runs its module."""
+    torchrun: str = ""
+    """The word that starts it: itself, or the Python that runs its module; empty: none does."""
     srun: tuple[str, ...]
     """Options that are kept; in a pod none."""
     options: SrunOptions
     """All of them."""
-    prefix: tuple[str, ...]
+    prefix: tuple[str, ...] = ()
     """What runs it, as `numactl -N 0` or `apptainer exec IMAGE`."""
-    alone: bool
+    alone: bool = False
     """It is started without srun: on this node only."""
     of_tasks: bool = False
     """Its workers are what srun's tasks would be (`launcher.wrap.tasks`)."""
@@ -77,11 +77,11 @@ class WrappedLaunch:
     """Workers of each node."""
     command: tuple[str, ...]
     """The job file's `command:`."""
-    join_timeout_s: float | None
+    join_timeout_s: float | None = None
     """How long a lost node is waited for; None: as usual."""
-    shutdown_timeout_s: float | None
+    shutdown_timeout_s: float | None = None
     """How long workers may take to end; None: as usual."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What is not used, a line each."""
 
     @property
@@ -204,18 +204,13 @@ def _in_shell(
     options.check()
     num_nodes = options.num_nodes or int(env.get("SLURM_JOB_NUM_NODES") or "1")
     return WrappedLaunch(
-        torchrun="",
         srun=options.asked(num_nodes, env),
         options=options,
         prefix=tuple(program[:image]),
-        alone=False,
         program=tuple(program[image:]),
         nodes=(num_nodes, num_nodes),
         workers=1,
         command=NOT_YET,
-        join_timeout_s=None,
-        shutdown_timeout_s=None,
-        notes=(),
     )
 
 

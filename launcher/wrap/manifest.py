@@ -55,7 +55,6 @@ _OF_A_POD: Final = (
     *("awsElasticBlockStore", "azureDisk", "gcePersistentDisk"),
 )
 """Volumes that end with their pod, or that only one node mounts."""
-_SHARED_MODES: Final = ("ReadWriteMany",)
 CLAIM_MOUNT: Final = "/holdfast"
 """Where `--claim` mounts a claim."""
 RESTARTS_PER_NODE: Final = 20
@@ -128,7 +127,7 @@ def wrap_manifest(
     secrets = tuple(leak.secret for leak in leaks(job.source.data))
     if job.get("spec", "runPolicy", "cleanPodPolicy") != "All":
         job.put(("spec", "runPolicy", "cleanPodPolicy"), "Running")
-    notes = [*_restart_notes(job, places), *(note for pod in pods for note in pod.told(folder))]
+    notes = [*_let_restart(job, places), *(note for pod in pods for note in pod.told(folder))]
     shutdown_s = max([pod.wrap_command() or 0.0 for pod in pods])
     for pod in pods:
         pod.wrap(folder, shutdown_s)
@@ -142,7 +141,7 @@ def wrap_manifest(
     )
 
 
-def _restart_notes(job: _Manifest, roles: Sequence[Path]) -> Iterator[str]:
+def _let_restart(job: _Manifest, roles: Sequence[Path]) -> Iterator[str]:
     """Have the operator replace pods for as long as agents want; say what does so no more."""
     path: Path = ("spec", "runPolicy", "backoffLimit")
     limit = job.get(*path)
@@ -298,7 +297,7 @@ class _Pods:
             self._job.refuse(f"{what}: {advice}", self.container)
         name = _claim_of(volume)
         modes = self._job.claim_modes(name) if name else None
-        if modes is not None and not {*modes} & {*_SHARED_MODES}:
+        if modes is not None and "ReadWriteMany" not in modes:
             what = f"the claim {name} ({', '.join(map(str, modes))}) is one node's"
             self._job.refuse(f"{what}: it must have ReadWriteMany", self.container)
 
@@ -328,7 +327,7 @@ class _Pods:
         grace_s = max(least_s, grace if isinstance(grace, int) else 0)
         job.put((*spec, "terminationGracePeriodSeconds"), grace_s)
         head: Path = (*spec[:-1], "metadata")
-        said = [{**job.mapping(*head, field)} for field in WITHOUT_MESH]
+        said = [job.mapping(*head, field) for field in WITHOUT_MESH]
         for field, values in WITHOUT_MESH.items():
             for name, value in values.items():
                 if not any(name in each for each in said):  # the user's own stays

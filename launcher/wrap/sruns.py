@@ -63,6 +63,12 @@ class SrunOptions:
         """Whether pyxis starts its program in a container."""
         return any(option.startswith("--container-") for option in self.kept)
 
+    @property
+    def of_task(self) -> dict[str, str]:
+        """Return the variables in which srun tells a task what it has been asked for."""
+        asked = (name for name in ("gpus-per-task", "cpus-per-task") if name in self.given)
+        return {f"SLURM_{name.upper().replace('-', '_')}": self.given[name] for name in asked}
+
     def check(self) -> None:
         """Refuse what agents cannot be started by.
 

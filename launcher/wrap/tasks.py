@@ -70,11 +70,8 @@ def tasks_of(
     kept, own, notes = _unbound(options.kept)
     gpus = options.per_task("gpus", env)[1]
     return WrappedLaunch(
-        torchrun="",
         srun=(*kept, *options.gpus_per_node(num_nodes), *options.of_tasks(each, env)),
         options=options,
-        prefix=(),
-        alone=False,
         of_tasks=True,
         nodes=(num_nodes, num_nodes),
         workers=each,
@@ -91,8 +88,6 @@ def tasks_of(
             ),
             *literal(program),
         ),
-        join_timeout_s=None,
-        shutdown_timeout_s=None,
         notes=(*notes, *unused(options, env)),
     )
 
