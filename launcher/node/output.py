@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -12,6 +14,8 @@ from typing import BinaryIO, Final
 PERIOD_S: Final = 1.0
 FILES_A_SECOND: Final = 500
 """So many are looked at; of more nodes each is looked at more rarely."""
+LAST_S: Final = 10.0
+"""The last look takes no longer: the job may be about to be put back. The logs have the rest."""
 _MOST_BYTES: Final = 1 << 20
 """Read of a file at a time."""
 _OURS: Final = re.compile(rb"holdfast: |--- \S+ epoch \d+ rank .* ---")
@@ -39,7 +43,10 @@ class LogCopy:
         Raises:
             OSError: nobody reads `out` any more.
         """
+        until = time.monotonic() + LAST_S if last else math.inf
         for node in self._nodes:
+            if time.monotonic() > until:
+                break
             of_workers = (self._logs / node).glob("*.log")
             for path in (self._logs / f"{node}.log", *sorted(of_workers)):
                 while new := self._new(path, last=last):
