@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from launcher.cli.common import (
-    EXIT_DONE,
     AsGiven,
     exit_with_problems,
     json_option,
@@ -172,62 +171,15 @@ def batch(*, argv: tuple[str, ...]) -> int:
     argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
         if is_pod(env):
-            _pod(argv, env)
-        else:
-            from launcher.node.launch import start
+            from launcher.node.container import run
 
-            start(argv, env)
+            return run(argv, env)
+        from launcher.node.launch import start
+
+        start(argv, env)
     except UserError as error:
-        code = exit_with_problems(error, as_json=False)
-        return code if is_pod(env) else EXIT_DO_NOT_RESTART
-    return EXIT_DONE
-
-
-def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
-    from launcher.node.pod import PodEnv
-    from launcher.plan.search import plan
-    from launcher.render.local import render_local
-    from launcher.spec.reading import load_spec
-    from launcher.wrap.launches import job_of, launch_of
-
-    PodEnv.of(env)
-    launch = launch_of(argv, env)
-    if launch is None:
-        raise UserError("HF169", f"expected torchrun …, found {' '.join(argv[:8])} …")
-    spec = load_spec(job_of(launch, env))
-    run_dir = Path(env["HOLDFAST_RUNS"], env["HOLDFAST_JOB"])
-    files = render_local(
-        spec, plan(spec), run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
-    )
-    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
-    if wish_s is not None and wish_s > grace_s:
-        more = f"terminationGracePeriodSeconds and HOLDFAST_SHUTDOWN_S by {wish_s - grace_s:g}"
-        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; raise {more}",))
-    _tell(launch.notes)
-    try:
-        _keep(run_dir, files)
-    except (OSError, ValueError) as error:
-        # The pod's main process finds the same, waits, and has the pod made again.
-        click.echo(f"holdfast: {run_dir}: {error}", err=True)
-    sys.stderr.flush()
-    words = [sys.executable, "-P", "-m", "launcher.node", "pod", str(run_dir)]
-    os.execve(sys.executable, words, dict(env))  # noqa: S606  there is no shell in between
-
-
-def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the job's files, but leave a running job's as they are."""
-    from elastic_trainer.storage.files import write_atomic
-    from launcher.node.attempt import live_lease
-
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        path = run_dir / name
-        # A job that was made again under its name may have other arguments.
-        if not path.is_file() or (
-            path.read_text(encoding="utf-8") != text
-            and live_lease(run_dir, lambda _: False) is None
-        ):
-            write_atomic(path, text)
+        exit_with_problems(error, as_json=False)
+        return EXIT_DO_NOT_RESTART
 
 
 def _tell(notes: Iterable[str]) -> None:

@@ -17,7 +17,8 @@ from typing import Final, NoReturn
 from elastic_trainer.storage.files import read_json, read_regular, write_atomic
 from launcher.node.as_task import of_job
 from launcher.node.attempt import Attempt, say
-from launcher.node.script import ENDING, FOLDER, HOOK, OWN_RESTART, PROGRAMS, RESTARTS, RUN, WHERE
+from launcher.node.script import ENDING, ON_SLURM, OWN_RESTART, RESTARTS, WHERE
+from launcher.node.supervisor import FOLDER, HOOK, RUN
 from launcher.plan.search import plan
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.render.local import render_local
@@ -56,10 +57,8 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         if restarts_itself(argv, job_id):
             (folder / OWN_RESTART).touch()
         become(argv, outside(env))
-    if argv[0] in BY_TORCHRUN:  # the script may have set PYTHONPATH anew
-        paths = (HOOK, without_first(env, "PYTHONPATH", HOOK).get("PYTHONPATH"))
-        own = {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        become(argv, own, outside(env).get("PATH"))
+    if argv[0] in BY_TORCHRUN:
+        become(argv, with_hook(env), outside(env).get("PATH"))
     os.environ["PATH"] = outside(env)["PATH"]  # what is asked for the Python of a torchrun
     try:
         launch = launch_of(argv, env, _script) or tasks_of(argv, env, _script, sys.executable)
@@ -98,10 +97,16 @@ def restarts_itself(argv: Sequence[str], job_id: str) -> bool:
 def outside(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what a wrapped script finds its programs by. Pure."""
     ours = {FOLDER, ENDING, "HOLDFAST_PYTHON"}
-    ours |= {f"BASH_FUNC_{name}%%" for name in (RUN, *PROGRAMS, *RESTARTS)}
+    ours |= {f"BASH_FUNC_{name}%%" for name in (RUN, *ON_SLURM)}
     own = f"{env.get(FOLDER, '')}/bin"
     left = {name: value.replace(f"{own}/", "") for name, value in env.items() if name not in ours}
     return without_first(without_first(left, "PATH", own), "PYTHONPATH", HOOK)
+
+
+def with_hook(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment whose PYTHONPATH begins with the hook, also if set anew since. Pure."""
+    paths = (HOOK, without_first(env, "PYTHONPATH", HOOK).get("PYTHONPATH"))
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def without_first(env: Mapping[str, str], name: str, path: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from launcher.node.decide import (
     pause_s,
     place,
 )
+from launcher.node.output import shown
+from launcher.node.supervisor import FOLDER
 from launcher.record import stop_request
 from launcher.record.run_files import STARTS
 from launcher.spec.errors import UserError
@@ -101,6 +104,14 @@ class Pod:
             code = self._again()
         say(f"{self._who.pod} ends with {code}")
         return code
+
+    def nothing_launched(self, num_pods: int) -> int:
+        """Return the container's code where its command has failed before it launched anything.
+
+        `num_pods` are those of the job. Waits as long as after any other failure.
+        """
+        self._nodes, self._failed = num_pods, True
+        return self._again()
 
     @property
     def _count(self) -> Path:
@@ -183,7 +194,9 @@ class Pod:
         try:
             write_atomic(who.agent_file, f"{agent.pid}\n")  # preStop may read it at any time
             strikes.start()
-            agent_code = agent.serve(self._wait, each_turn=self._has_lived)
+            nodes = (who.pod,) if who.is_wrapped else ()
+            with shown(attempt.logs, nodes, sys.stdout.buffer):
+                agent_code = agent.serve(self._wait, each_turn=self._has_lived)
         finally:
             strikes.close()
             with contextlib.suppress(OSError):
@@ -241,14 +254,20 @@ class Pod:
 
 
 def pod(run_dir: Path, env: Mapping[str, str]) -> int:
-    """Be PID 1 of a pod of the run `run_dir`; return the container's exit code.
+    """Be PID 1 of a pod of the run `run_dir`, or a launch of its container's command.
+
+    Returns:
+        The container's exit code.
 
     Raises:
         UserError: HF674, this is not a pod of a job.
     """
-    who = PodEnv.of(env)
+    who, own = PodEnv.of(env), {name: value for name, value in env.items() if name != FOLDER}
     with taken_signals(TAKEN) as wait:
-        return Pod(run_dir, who, env, wait).run()
+        code = Pod(run_dir, who, own, wait).run()
+    if FOLDER in env:
+        Path(env[FOLDER], CODE).write_text(f"{code}\n", encoding="ascii")
+    return code
 
 
 def _how_it_ended(attempt: Attempt, state: BoardState) -> int | None:
@@ -325,6 +344,11 @@ def _is_begun(path: Path) -> bool:
 # -- Environment variables ------------------------------------------------------------------------
 
 
+RUNS: Final = "HOLDFAST_RUNS"
+"""Variable of wrapped pods: the folder of run directories."""
+CODE: Final = "code"
+"""File, beside what a supervisor knows of its launches, with the code of the last that has ended,
+which is the container's where the pod is to be replaced."""
 CONFIG_DIR: Final = Path("/etc/holdfast")
 """Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  a memory volume of the pod's own
@@ -352,6 +376,8 @@ class PodEnv:
     """Where PID 1 leaves the agent's process id for preStop, in the pod's memory."""
     save_wait_s: float
     """How long preStop may wait for a save."""
+    is_wrapped: bool
+    """The job is the user's own: what workers print is shown where torchrun shows it."""
     shutdown_s: float | None
     """From SIGTERM until what is left is killed; None: nobody has said."""
 
@@ -375,6 +401,7 @@ class PodEnv:
                 pod=pod,
                 address=env.get("POD_IP") or None,
                 host=env.get("NODE_NAME") or None,
+                is_wrapped=RUNS in env,
                 secret_file=env.get("HOLDFAST_SECRET_FILE") or None,
                 config_dir=Path(env.get("HOLDFAST_CONFIG_DIR") or CONFIG_DIR),
                 # The uid is new whenever a pod of that name is made again.

@@ -20,7 +20,7 @@ from elastic_trainer.storage.files import read_json, write_atomic
 from launcher.node.agent import TAKEN, as_of_one_srun, nodes_of, taken_signals
 from launcher.node.attempt import Attempt, say
 from launcher.node.launch import become, ending_in, without_first
-from launcher.node.script import HOOK
+from launcher.node.supervisor import HOOK
 from launcher.plan.search import plan
 from launcher.render.local import render_local
 from launcher.spec.errors import UserError

@@ -272,34 +272,40 @@ def _jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> Object
 
 def _indexed_job(job: PodJob) -> Object:
     template = pod_template(job)
-    rules = [
-        _on_codes(job, "FailJob", *FINAL_CODES),
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        _on_codes(job, "Ignore", AGAIN),
-        _on_codes(job, "FailIndex", *NEVER_RAN_CODES),
-    ]
     return given(
-        completionMode="Indexed",
+        **indexed_job(CONTAINERS[job.kind], limit=job.restart_limit, num_pods=job.num_pods),
         completions=job.num_pods,
         parallelism=job.num_pods,
-        backoffLimit=job.restart_limit,
-        # By index, or the delay before a pod is replaced would grow with every other's failures.
-        backoffLimitPerIndex=math.ceil(job.restart_limit / job.num_pods),
-        podFailurePolicy={"rules": rules},
-        successPolicy={"rules": [{"succeededCount": 1}]},
         template={**template, "spec": {"restartPolicy": "Never", **template["spec"]}},
         activeDeadlineSeconds=job.spec.kubernetes.deadline_s,
     )
 
 
-def _on_codes(job: PodJob, action: str, *codes: int) -> Object:
+def indexed_job(container: str, *, limit: int, num_pods: int) -> Object:
+    """Return what has a Job replace each failed pod of agents alone; see above.
+
+    `container` is the agent's, `limit` how many failures of all pods are charged.
+    """
+    rules = [
+        _on_codes(container, "FailJob", *FINAL_CODES),
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        _on_codes(container, "Ignore", AGAIN),
+        _on_codes(container, "FailIndex", *NEVER_RAN_CODES),
+    ]
+    return {
+        "completionMode": "Indexed",
+        "backoffLimit": limit,
+        # By index, or the delay before a pod is replaced would grow with every other's failures.
+        "backoffLimitPerIndex": math.ceil(limit / num_pods),
+        "podFailurePolicy": {"rules": rules},
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+    }
+
+
+def _on_codes(container: str, action: str, *codes: int) -> Object:
     return {
         "action": action,
-        "onExitCodes": {
-            "containerName": CONTAINERS[job.kind],
-            "operator": "In",
-            "values": list(codes),
-        },
+        "onExitCodes": {"containerName": container, "operator": "In", "values": list(codes)},
     }
 
 

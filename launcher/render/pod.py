@@ -11,9 +11,8 @@ RUN_DIR      the run directory on the claim; made by the pod where `submit` has 
 POD_NAME POD_IP POD_UID NODE_NAME          who and where it is (downward API)
 HOLDFAST_KIND          pytorchjob, jobset or trainjob: which exit codes its controller wants
 HOLDFAST_JOB           name of the job, its label holdfast.dev/run
-HOLDFAST_NAMESPACE     where it lives
 HOLDFAST_ATTEMPT       number of the submission, by its label holdfast.dev/attempt
-HOLDFAST_BOARD         file, or kubernetes://NAMESPACE/NAME of a ConfigMap
+HOLDFAST_BOARD         kubernetes://NAMESPACE/NAME of a ConfigMap, if the board is one
 HOLDFAST_SECRET_FILE   with a board in a ConfigMap: what all agents of the run know, and nobody else
 HOLDFAST_SAVE_WAIT_S   how long preStop may wait
 HOLDFAST_FAILURE_DOMAIN  of `elastic.failure_domain`: the pod's label of that name
@@ -167,11 +166,9 @@ def _ports(job: PodJob) -> list[Object] | None:
 
 def _environment(job: PodJob) -> list[Object]:
     spec, wish = job.spec, job.spec.kubernetes
-    board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
     domain = spec.elastic.failure_domain
     fields = [
         *OF_POD,
-        ("HOLDFAST_NAMESPACE", "metadata.namespace"),
         ("HOLDFAST_ATTEMPT", label_path(ATTEMPT_LABEL)),
     ]
     if domain not in (None, NO_DOMAIN):
@@ -181,9 +178,11 @@ def _environment(job: PodJob) -> list[Object]:
         *(from_field(name, path) for name, path in fields),
         {"name": "HOLDFAST_KIND", "value": job.kind},
         {"name": "HOLDFAST_JOB", "value": job.name},
-        {"name": "HOLDFAST_BOARD", "value": board},
         *(
-            [{"name": "HOLDFAST_SECRET_FILE", "value": f"{SECRET_DIR}/{SECRET_KEY}"}]
+            [
+                {"name": "HOLDFAST_BOARD", "value": board_url(wish.namespace, job.name)},
+                {"name": "HOLDFAST_SECRET_FILE", "value": f"{SECRET_DIR}/{SECRET_KEY}"},
+            ]
             if wish.board == "kubernetes"
             else ()
         ),

@@ -66,9 +66,8 @@ def wrap_script(text: str, python: str) -> WrappedScript:
     commands = [line for line in lines if not line.lstrip().startswith("#")]
     if not any(map(_MAY_START.search, commands)):
         cannot_wrap("nothing in it starts a training: no srun, torchrun, accelerate or deepspeed")
-    _refuse_secrets(commands)
-    wishes = [float(wish) for line in commands for wish in _WISH.findall(line)]
-    wish_s = max(wishes, default=None)
+    refuse_secrets(commands)
+    wish_s = max(shutdown_timeouts("\n".join(commands)), default=None)
     ending = ending_of(lines[:head], wish_s)
     kept = [line for line in lines[:head] if not _REPLACED.fullmatch(line.rstrip())]
     start = words(python, "-P", "-m", _WRAPPED, *ending.of_batch())
@@ -138,8 +137,17 @@ def _head(lines: Sequence[str]) -> int:
     return head
 
 
-def _refuse_secrets(commands: Sequence[str]) -> None:
-    """Refuse a secret among the words of a launch, as far as its line is whole by itself."""
+def shutdown_timeouts(text: str) -> list[float]:
+    """Return the seconds of each torchrun's --shutdown-timeout in the text of commands."""
+    return [float(wish) for wish in _WISH.findall(text)]
+
+
+def refuse_secrets(commands: Sequence[str]) -> None:
+    """Refuse a secret among the words of a launch, as far as its line is whole by itself.
+
+    Raises:
+        UserError: HF163.
+    """
     for line in "\n".join(commands).replace("\\\n", " ").split("\n"):
         if not _MAY_START.search(line):
             continue

@@ -136,7 +136,7 @@ def test_2048_nodes_are_as_short_as_two(name, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("pytorchjob", 5.3 * KIB), ("jobset", 6.0 * KIB), ("trainjob", 6.7 * KIB)]
+    ("kind", "most"), [("pytorchjob", 5.2 * KIB), ("jobset", 5.8 * KIB), ("trainjob", 6.6 * KIB)]
 )
 def test_a_tiny_job_is_read_at_a_glance(kind, most):
     assert len(bundle_of("tiny-cpu", kind)["manifests.yaml"].encode()) < most

@@ -22,7 +22,12 @@ from kubernetes.stream import stream
 
 from launcher.platforms.kubernetes.status_text import DRAIN_REASON
 
-KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
+KINDS = {
+    "pytorchjob": "pytorchjobs",
+    "jobset": "jobsets",
+    "trainjob": "trainjobs",
+    "job": "jobs",
+}
 _GONE_S = 180.0
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""A PyTorchJob of one's own that runs torchrun, wrapped: pods are lost, and it trains on."""
+"""Jobs of one's own that run torchrun, wrapped: pods are lost, and they train on."""
 
 from __future__ import annotations
 
@@ -47,32 +47,117 @@ spec:
                 - |
                   cd /shared
                   torchrun --nproc_per_node="$PET_NPROC_PER_NODE" --rdzv-conf=join_timeout=60 \\
-                    train.py "$PWD" 2>&1 | tee log
+                    train.py "$PWD" 2>&1 | tee "log-$POD"
+                  echo "after the training" >>"log-$POD"
+              env: [{{name: POD, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}]
               resources: {{limits: {{memory: 1500Mi}}}}
               volumeMounts: [{{name: shared, mountPath: /shared}}]
           volumes: [{{name: shared, persistentVolumeClaim: {{claimName: {claim}}}}}]
 """
+POD_OF_A_JOB = """\
+parallelism: 2
+completions: 2
+backoffLimit: 0
+template:
+  spec:
+    restartPolicy: Never
+    containers:
+    - name: trainer
+      image: {image}
+      command: [bash, -c, "cd /shared && ./start.sh 1:2"]
+      env: [{{name: POD, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}]
+      resources: {{limits: {{memory: 1500Mi}}}}
+      volumeMounts: [{{name: shared, mountPath: /shared}}]
+    volumes: [{{name: shared, persistentVolumeClaim: {{claimName: {claim}}}}}]
+"""
+TRAINJOB = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: ClusterTrainingRuntime
+metadata:
+  name: torch-distributed
+  labels: {{trainer.kubeflow.org/framework: torch}}
+  uid: 11111111-2222-3333-4444-555555555555
+  resourceVersion: "9"
+spec:
+  mlPolicy: {{numNodes: 1, torch: {{}}}}
+  template:
+    spec:
+      replicatedJobs:
+      - name: node
+        template:
+          metadata: {{labels: {{trainer.kubeflow.org/trainjob-ancestor-step: trainer}}}}
+          spec:
+            template:
+              spec:
+                containers: [{{name: node, image: {image}}}]
+---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {{name: own}}
+spec:
+  runtimeRef: {{name: torch-distributed}}
+  trainer:
+    numNodes: 2
+    numProcPerNode: 1
+    command: [bash, -c]
+    args: ["cd /holdfast && torchrun --rdzv-conf=join_timeout=60 train.py . &> log-$(hostname); \
+      echo after the training >>log-$(hostname)"]
+    resourcesPerNode: {{limits: {{memory: 1500Mi}}}}
+"""
+START = """\
+#!/bin/bash
+set -euo pipefail
+export NNODES=$1
+accelerate() { echo "not this one"; }
+python -u -m torch.distributed.run --nnodes="$NNODES" --rdzv-conf=join_timeout=60 \\
+  train.py "$PWD" > "log-$POD" 2>&1
+echo "after the training" >>"log-$POD"
+"""
+
+
+def manifest_of(kind: str, cluster: Cluster) -> str:
+    if kind == "pytorchjob":
+        return MANIFEST.format(image=cluster.image, claim=cluster.claim)
+    if kind == "trainjob":
+        return TRAINJOB.format(image=cluster.image)
+    job = yaml.safe_load(POD_OF_A_JOB.format(image=cluster.image, claim=cluster.claim))
+    head = {"metadata": {"name": "own"}}
+    if kind == "job":
+        return yaml.safe_dump({"apiVersion": "batch/v1", "kind": "Job", **head, "spec": job})
+    rows = [{"name": "workers", "template": {"spec": job}}]
+    spec = {"failurePolicy": {"maxRestarts": 2}, "replicatedJobs": rows}
+    jobset = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", **head, "spec": spec}
+    return yaml.safe_dump(jobset)
 
 
 class OwnRun(K8sRun):
     """The run of a manifest that was wrapped."""
 
-    def __init__(self, cluster: Cluster, text: str) -> None:
-        cluster.need("pytorchjob")
-        self.cluster, self.kind, self.nodes, self.name = cluster, "pytorchjob", 2, "own"
+    def __init__(self, cluster: Cluster, kind: str, text: str) -> None:
+        self.cluster, self.kind, self.nodes, self.name = cluster, kind, 2, "own"
         self.path = cluster.storage / "runs" / "own"
-        self.selector = "training.kubeflow.org/job-name=own"
+        of_jobset = "jobset.sigs.k8s.io/jobset-name"
+        label = {
+            **dict.fromkeys(("jobset", "trainjob"), of_jobset),
+            "job": "batch.kubernetes.io/job-name",
+        }
+        self.selector = f"{label.get(kind, 'training.kubeflow.org/job-name')}=own"
         for document in yaml.safe_load_all(text):
             cluster.create(document, fieldValidation="Strict")
 
 
 @pytest.mark.timeout(600)
-def test_a_wrapped_job_survives_a_lost_pod(cluster: Cluster, tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["pytorchjob", "jobset", "trainjob", "job"])
+def test_a_wrapped_job_survives_a_lost_pod(cluster: Cluster, tmp_path, kind) -> None:
+    cluster.need(kind)
     (cluster.storage / "train.py").write_text(SCRIPT)
+    (cluster.storage / "start.sh").write_text(START)
+    (cluster.storage / "start.sh").chmod(0o755)
     own, wrapped = tmp_path / "own.yaml", tmp_path / "wrapped.yaml"
-    own.write_text(MANIFEST.format(image=cluster.image, claim=cluster.claim))
-    assert run_cli(["wrap", str(own), "-o", str(wrapped)]) == 0
-    run = OwnRun(cluster, wrapped.read_text())
+    own.write_text(manifest_of(kind, cluster))
+    claim = ["--claim", cluster.claim] if kind == "trainjob" else []
+    assert run_cli(["wrap", str(own), "-o", str(wrapped), *claim]) == 0
+    run = OwnRun(cluster, kind, wrapped.read_text())
 
     def formed(nodes: int, after: int = 0):
         def look():
@@ -87,5 +172,7 @@ def test_a_wrapped_job_survives_a_lost_pod(cluster: Cluster, tmp_path) -> None:
     second = formed(1, after=first["epoch"])
     formed(2, after=second["epoch"])
     (cluster.storage / "enough").touch()
-    run.ended("Succeeded")
+    run.ended("Succeeded", "Completed", "Complete")
     assert [event["code"] for event in run.events("run.ended")] == [0], run.story()
+    logs = [path.read_text() for path in cluster.storage.glob("log-*")]
+    assert any("after the training" in log for log in logs), logs

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  scripts, as they are written
 """`holdfast wrap` of a PyTorchJob: what it changes, what it refuses, and what its pods run."""
 
 from __future__ import annotations
@@ -53,31 +52,25 @@ def container_of(text, role="Worker"):
     return job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"][0]
 
 
-def script_of(line):
-    text = SCRIPT + "".join(f"              {each}\n" for each in line.split("\n"))
-    return container_of(wrap_manifest(text, "job.yaml").text)["command"][2]
-
-
 @pytest.mark.parametrize(
-    ("line", "wrapped"),
+    ("line", "holdfast"),
     [
-        ("torchrun t.py", "exec holdfast batch -- torchrun t.py\n"),
-        ("A=1 B='x y' torchrun t.py", "A=1 B='x y' exec holdfast batch -- torchrun t.py\n"),
-        ("exec torchrun t.py;", "exec holdfast batch -- torchrun t.py;\n"),
-        ("set -e; x && torchrun t.py", "set -e; x && exec holdfast batch -- torchrun t.py\n"),
-        (
-            "# it's\n$V/bin/torchrun t.py '{dp}' &> log\n# end",
-            "# it's\nexec $V/bin/holdfast batch -- $V/bin/torchrun t.py '{dp}'\n# end\n",
-        ),
-        (
-            "python3 -u -m torch.distributed.run \\\n  t.py 'a && b' \"$(date; w)\" \\\n  | tee x # y",
-            "exec holdfast batch -- python3 -u -m torch.distributed.run \\\n  t.py 'a && b' \"$(date; w)\"",
-        ),
-        ("if a; then b; fi\ntorchrun t", "if a; then b; fi\nexec holdfast batch -- torchrun t\n"),
+        ("torchrun t.py", "holdfast"),
+        ("A=1 B='x y' torchrun t.py > log | tee x; python after.py", "holdfast"),
+        ("set -e; cd /x && accelerate launch t.py || exit", "holdfast"),
+        ("$V/bin/torchrun t.py '{dp}' &> log\n# end", "holdfast"),
+        ("/opt/venv/bin/torchrun a.py\n/opt/venv/bin/torchrun b.py", "/opt/venv/bin/holdfast"),
+        ("x\n/opt/py/bin/python3 -u -m torch.distributed.run t.py", "/opt/py/bin/holdfast"),
+        ("source /opt/venv/bin/activate\ndeepspeed t.py", "/opt/venv/bin/holdfast"),
+        ("bash /workspace/run.sh", "holdfast"),
     ],
-)  # fmt: skip
-def test_torchrun_in_a_shell(line, wrapped):
-    assert script_of(line).rstrip() == wrapped.rstrip()
+)
+def test_the_command_of_a_shell_stays_whole(line, holdfast):
+    text = SCRIPT + "".join(f"              {each}\n" for each in line.split("\n"))
+    made = wrap_manifest(text, "job.yaml")
+    command = container_of(made.text)["command"]
+    assert command == [holdfast, "batch", "--", "sh", "-c", f"{line}\n"]
+    assert any("script of the image" in note for note in made.notes) == ("run.sh" in line)
 
 
 def with_containers(*more):
@@ -91,7 +84,6 @@ def with_containers(*more):
         (PLAIN.replace("kubeflow.org/v1", "kubeflow.org/v2beta1"), 1),
         (f"{PLAIN}---\n{PLAIN}", 1),
         (PLAIN.replace("torchrun, ", "python, "), 12),
-        (PLAIN.replace("[torchrun, t.py]", "[bash, /opt/run.sh]"), 12),
         (PLAIN.replace("command: [torchrun, t.py]", ""), 12),
         (PLAIN.replace("command: [torchrun, t.py]", "command: torchrun t.py"), 12),
         (PLAIN.replace("name: pytorch", "name: train"), 6),
@@ -100,16 +92,8 @@ def with_containers(*more):
         (PLAIN.replace("mountPath: /data", "mountPath: /data, readOnly: true"), 12),
         (PLAIN + "            env: [{name: POD_IP, value: 10.0.0.1}]\n", 16),
         (PLAIN.replace("torchrun, ", "holdfast, batch, --, torchrun, "), 12),
-        (SCRIPT + "              torchrun a.py\n              torchrun b.py\n", 20),
-        (SCRIPT + "              torchrun a.py\n              python b.py\n", 20),
-        (SCRIPT + "              torchrun a.py && python b.py\n", 19),
-        (SCRIPT + "              torchrun a.py &\n              wait\n", 19),
-        (SCRIPT + "              x\n              numactl -N 0 torchrun a.py\n", 20),
-        (SCRIPT + "              bash -c 'torchrun a.py'\n", 19),
-        (SCRIPT + "              yes | torchrun a.py\n", 19),
-        (SCRIPT + "              (torchrun a.py)\n", 19),
-        (SCRIPT + "              torchrun a.py > log --lr 3\n", 19),
-        (SCRIPT + "              torchrun --standalone a.py\n", 19),
+        (SCRIPT + "              python a.py\n", 12),
+        (PLAIN + "            resources: {limits: {google.com/tpu: 4}}\n", 12),
         (PLAIN.replace("torchrun, ", "torchrun, --nonsense, "), 15),
         (f"{PLAIN}  note: |+\n    a\n\n\n", 4),
     ],
@@ -117,6 +101,158 @@ def with_containers(*more):
 def test_a_manifest_that_cannot_be_wrapped(text, line):
     with pytest.raises(UserError) as caught:
         wrap_manifest(text, "job.yaml")
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.line) == ("HF169", line)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    text = with_containers({"name": "second", "command": ["torchrun", "t.py"]})
+    text = text.replace("[torchrun, t.py]", "[python, t.py]").replace("Claim: {", "Claims: {")
+    text = text.replace(
+        "mountPath: /data}]", "mountPath: /data}]\n            env: [{name: POD_IP}]"
+    )
+    for found, lines in ((text, [17]), (text[: text.index("          - {")], [12, 12, 15])):
+        with pytest.raises(UserError) as caught:
+            wrap_manifest(found, "job.yaml")
+        assert [problem.where.line for problem in caught.value.problems] == lines
+
+
+JOBSET = """\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {name: own}
+spec:
+  failurePolicy: {maxRestarts: 3}
+  replicatedJobs:
+  - name: driver
+    template: {spec: {template: {spec: {containers: [{name: a, image: b, command: [sleep, "9"]}]}}}}
+  - name: workers
+    replicas: 2
+    template:
+      spec:
+        parallelism: 4
+        completions: 4
+        backoffLimit: 0
+        template:
+          spec:
+            restartPolicy: OnFailure
+            volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
+            containers:
+            - name: tcpx
+              image: c
+            - name: gpu
+              image: registry.local/train:1
+              volumeMounts: [{name: data, mountPath: /data}]
+              command: [bash, -c]
+              args: ["export A=1; torchrun --nnodes=$NNODES --node_rank=$RANK t.py"]
+"""
+
+
+def test_a_jobset_replaces_a_lost_pod_alone():
+    made = wrap_manifest(JOBSET, "job.yaml")
+    before, job = yaml.safe_load(JOBSET)["spec"], yaml.safe_load(made.text)["spec"]
+    assert job["failurePolicy"] == {"maxRestarts": 0}
+    assert job["replicatedJobs"][0] == before["replicatedJobs"][0]
+    workers = job["replicatedJobs"][1]["template"]["spec"]
+    assert workers["backoffLimit"], workers["backoffLimitPerIndex"] == (80, 20)
+    rules = workers["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {
+        "gpu"
+    }
+    pod = workers["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert [each["name"] for each in pod["initContainers"]] == ["tcpx"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["holdfast", "batch", "--", "bash", "-c"]
+    env = {row["name"]: row.get("value") for row in container["env"]}
+    assert (env["HOLDFAST_KIND"], env["HOLDFAST_PODS"]) == ("jobset", "8")
+    told = " ".join(made.notes)
+    for word in ("failurePolicy", "driver", "backoffLimit: 0", "restartPolicy: OnFailure"):
+        assert word in told
+
+
+def test_a_job_beside_the_training_stays():
+    other = "apiVersion: batch/v1\nkind: Job\nmetadata: {name: get-data}\n"
+    assert wrap_manifest(f"{other}---\n{JOBSET}", "job.yaml").text.startswith(other)
+
+
+def test_a_job_of_its_own_is_wrapped_as_that_of_a_jobset():
+    job = yaml.safe_load(JOBSET)["spec"]["replicatedJobs"][1]["template"]
+    head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "own"}}
+    made = yaml.safe_load(wrap_manifest(yaml.safe_dump({**head, **job}), "job.yaml").text)
+    assert made["spec"]["backoffLimit"] == 80
+    env = {row["name"]: row for row in made["spec"]["template"]["spec"]["containers"][0]["env"]}
+    source = env["HOLDFAST_JOB"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert source == "metadata.labels['batch.kubernetes.io/job-name']"
+
+
+RUNTIME = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: ClusterTrainingRuntime
+metadata: {name: torch, uid: a1, resourceVersion: "3", labels: {a: b}}
+spec:
+  mlPolicy: {numNodes: 1, torch: {}}
+  template:
+    spec:
+      replicatedJobs:
+      - name: node
+        template:
+          metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}
+          spec: {template: {spec: {containers: [{name: node, image: registry.local/base:1}]}}}
+"""
+TRAINJOB = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: own, namespace: research}
+spec:
+  runtimeRef: {name: torch}  # of all
+  trainer:
+    numNodes: 3
+    image: registry.local/train:1
+    command: [torchrun, t.py]
+    resourcesPerNode: {limits: {nvidia.com/gpu: 8}}
+"""
+
+
+def test_a_trainjob_gets_a_runtime_of_its_own():
+    made = wrap_manifest(f"{RUNTIME}---\n{TRAINJOB}", "job.yaml", claim="runs")
+    runtime, job = yaml.safe_load_all(made.text)
+    assert made.images == ("registry.local/train:1",)
+    assert runtime["kind"] == job["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
+    assert runtime["metadata"] == {
+        "name": "torch-own",
+        "namespace": "research",
+        "labels": {"a": "b"},
+    }
+    assert job["spec"]["runtimeRef"]["name"] == "torch-own"
+    assert job["spec"]["trainer"]["command"] == ["holdfast", "batch", "--", "torchrun", "t.py"]
+    inner = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (inner["backoffLimit"], "completions" in inner) == (60, False)
+    (container,) = inner["template"]["spec"]["containers"]
+    env = {row["name"]: row.get("value") for row in container["env"]}
+    assert (env["HOLDFAST_KIND"], env["HOLDFAST_PODS"], env["HOLDFAST_GPUS"]) == (
+        *("trainjob", "3", "8"),
+    )
+    in_runtime = RUNTIME.replace("base:1}", "base:1, command: [bash, -c, torchrun t.py]}")
+    in_runtime += "---\n" + TRAINJOB.replace("    command: [torchrun, t.py]\n", "")
+    runtime, job = yaml.safe_load_all(wrap_manifest(in_runtime, "job.yaml", claim="x").text)
+    inner = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    command = inner["template"]["spec"]["containers"][0]["command"]
+    assert command[:4] == ["holdfast", "batch", "--", "bash"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (TRAINJOB, 5),
+        (f"{TRAINJOB}---\n{RUNTIME}", 5),
+        (f"{RUNTIME}---\n{TRAINJOB.replace('torchrun', 'python')}", 19),
+        (f"{RUNTIME.replace('-step: trainer', '-step: other')}---\n{TRAINJOB}", 7),
+    ],
+)
+def test_a_trainjob_that_cannot_be_wrapped(text, line):
+    with pytest.raises(UserError) as caught:
+        wrap_manifest(text, "job.yaml", claim="runs")
     (problem,) = caught.value.problems
     assert (problem.code, problem.where.line) == ("HF169", line)
 
@@ -440,8 +576,8 @@ def test_the_job_of_a_pod_is_that_of_its_torchrun_and_its_operator():
         assert load_spec(job_of(own, env)).elastic.stop_grace_s == granted
     with pytest.raises(UserError, match="HF169"):
         launch_of(argv, ENV)
-    with pytest.raises(UserError, match="HF169"):
-        launch_of(("srun", "torchrun", "t.py"), ENV)
+    for command in (("srun", "torchrun", "t.py"), ("numactl", "-N0", "torchrun", "t.py")):
+        assert launch_of(command, ENV) is None, "what starts torchrun runs first"
 
 
 @pytest.fixture
@@ -450,27 +586,37 @@ def pod(tmp_path, monkeypatch):
     started = []
     for name, value in {**ENV, "HOLDFAST_RUNS": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "execve", lambda path, argv, env: started.append((path, argv, env)))
+
+    def execve(path, argv, env):
+        started.append((path, argv, env))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
     return started
+
+
+def becomes(*words):
+    with pytest.raises(SystemExit):
+        run_cli(["batch", "--", *words])
 
 
 def test_a_pod_makes_the_run_and_becomes_its_main_process(tmp_path, pod, capsys):
     folder = tmp_path / "own"
-    assert run_cli(["batch", "--", "torchrun", "t.py", "1"]) == 0
+    becomes("torchrun", "t.py", "1")
     assert json.loads((folder / "job.json").read_text())["command"] == ["t.py", "1"]
     path, argv, env = pod[0]
     assert (path, argv[1:]) == (argv[0], ["-P", "-m", "launcher.node", "pod", str(folder)])
     assert env["POD_NAME"] == "own-worker-0"
-    assert run_cli(["batch", "--", "torchrun", "t.py", "2"]) == 0, "a job made again"
+    becomes("torchrun", "t.py", "2")  # a job made again
     assert json.loads((folder / "job.json").read_text())["command"] == ["t.py", "2"]
-    assert run_cli(["batch", "--", "torchrun"]) == 2
+    assert run_cli(["batch", "--", "torchrun"]) == 93
     assert "HF169" in capsys.readouterr().err
     assert len(pod) == 2
 
 
 def test_storage_that_cannot_be_written_is_left_to_the_main_process(tmp_path, pod, capsys):
     (tmp_path / "own").write_text("in the way")
-    assert run_cli(["batch", "--", "torchrun", "t.py"]) == 0
+    becomes("torchrun", "t.py")
     assert str(tmp_path / "own") in capsys.readouterr().err
     assert len(pod) == 1
 

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.cli.main import run_cli
 from launcher.node.launch import outside, restarts_itself
-from launcher.node.script import HOOK
+from launcher.node.supervisor import HOOK
 from launcher.platforms.retries import polled
 from launcher.wrap.wrapped import wrap_script
 
