@@ -55,11 +55,11 @@ Examples:
 @click.option(
     "--runs",
     metavar="DIR",
-    help="Of a PyTorchJob: folder for its run directory, on a volume that all its pods share.  "
+    help="Of a manifest: folder for its run directory, on a volume that all its pods share.  "
     "[default: runs on the only such volume]",
 )
 @click.option(
-    "--claim", metavar="NAME", help="Of a PyTorchJob: claim to mount for run directories, shared."
+    "--claim", metavar="NAME", help="Of a manifest: claim to mount for run directories, shared."
 )
 @click.option("--explain", is_flag=True, help="Of a batch script: say what becomes of its lines.")
 @json_option
@@ -75,10 +75,11 @@ def wrap(
     """Wrap FILE, so that its job survives lost nodes.
 
     FILE is a batch script that starts a training by torchrun, with srun or without, or a manifest
-    with one PyTorchJob whose pods run torchrun. All that does not have to change stays: options,
-    modules, environment, volumes, comments. The job then has a run directory, runs/<name>-<job id>
-    or DIR/<name>. On Slurm `status`, `logs`, `why` and `cancel` find it, and the job is requeued
-    after a time limit and when too few nodes are left. See docs/wrap.md.
+    with one PyTorchJob, JobSet, TrainJob or Job whose pods run torchrun. All that does not have to
+    change stays: options, modules, environment, volumes, comments. The job then has a run
+    directory, runs/<name>-<job id> or DIR/<name>. On Slurm `status`, `logs`, `why` and `cancel`
+    find it, and the job is requeued after a time limit and when too few nodes are left. See
+    docs/wrap.md.
     """
     from launcher.wrap.interpreter import agents_python
     from launcher.wrap.manifest import is_manifest, wrap_manifest
@@ -154,7 +155,7 @@ def _text(path: Path) -> str:
         message = f"cannot be read: {reason}; check the path"
         raise UserError("HF001", message, where=Where(str(path))) from error
     if len(text) > MAX_BYTES:
-        message = f"longer than {MAX_BYTES:,} characters: neither a batch script nor a PyTorchJob"
+        message = f"longer than {MAX_BYTES:,} characters: neither a batch script nor a manifest"
         raise UserError("HF002", message, where=Where(str(path)))
     return text
 

@@ -104,6 +104,8 @@ def _head(job: PodJob) -> str:
         "To change it, change the job file and render again.\n"
         f"When a pod must go: {job.clock}."
     )
+    if job.kind == "trainjob":
+        head += "\nA server's dry run of the TrainJob wants its runtime first."
     if job.spec.kubernetes.board == "kubernetes":
         head += (
             "\n`holdfast submit` makes the agents' secret. Without it, before: openssl rand -hex 32"

@@ -27,7 +27,7 @@ from launcher.render.kubernetes_names import (
 )
 from launcher.render.local import named_ledger, resolve
 from launcher.spec.errors import Problem, UserError
-from launcher.spec.kubernetes import quantity_bytes
+from launcher.spec.kubernetes import Kubernetes, quantity_bytes
 from launcher.spec.spec import JobSpec
 from launcher.spec.values import is_levels
 
@@ -36,6 +36,7 @@ _SHM_SPARE_GIB: Final = 8
 """For segments of NCCL and data loaders."""
 _SHM_UNKNOWN_GIB: Final = 64
 """For a script on nodes whose memory is not known."""
+TMP: Final = "/tmp"  # noqa: S108  the pod's own
 RESTARTS_PER_NODE: Final = 20
 """Failures of a pod in a job's life that nobody asked for, as a kernel's kill. A Job waits up to 6
 min before each replacement: a pod that never runs has failed so often after 1.6 h."""
@@ -129,6 +130,7 @@ def pod_job(
     problems = [
         *_missing(spec, image),
         *_off_volumes(spec, base_dir=base_dir),
+        *_hidden(spec, python),
         *_secrets(spec),
         *_unfit(spec, kind),
     ]
@@ -229,6 +231,27 @@ def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
         if not must_last:
             message += ", or name its folder in kubernetes.image_paths if the image brings it"
         yield spec.problem("HF722", key, message)
+
+
+def own_tmp(wish: Kubernetes) -> bool:
+    """Return whether /tmp is an empty folder of ours: of a read-only root, and no volume's."""
+    taken = any(volume.mount == TMP for volume in wish.volumes.values())
+    return wish.security.read_only_root and not taken
+
+
+def _hidden(spec: JobSpec, python: str) -> Iterator[Problem]:
+    """Yield the problem that /tmp hides an environment of the image."""
+    kept = [volume.mount for volume in spec.kubernetes.volumes.values()]
+    path = PurePosixPath(python)
+    if not own_tmp(spec.kubernetes) or not path.is_relative_to(TMP):
+        return
+    if not any(path.is_relative_to(place) for place in kept):
+        yield spec.problem(
+            "HF722",
+            "env.venv" if spec.kubernetes.python is None else "kubernetes.python",
+            f"{python} is hidden: with a read-only root {TMP} is an empty folder; put the "
+            "environment elsewhere in the image, or set kubernetes.security.read_only_root: false",
+        )
 
 
 def _secrets(spec: JobSpec) -> Iterator[Problem]:

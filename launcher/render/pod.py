@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.render.fabric import fabric_variables
-from launcher.render.kubernetes_facts import PodJob
+from launcher.render.kubernetes_facts import TMP, PodJob, own_tmp
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
     CLAIM_VOLUME,
@@ -54,7 +54,6 @@ Object = dict[str, Any]
 METRICS_PORT: Final = "metrics"
 """Name of the port, as in manifests/monitoring/agents.yaml."""
 HOSTNAME: Final = "kubernetes.io/hostname"
-TMP: Final = "/tmp"  # noqa: S108  the pod's own
 SHM: Final = "/dev/shm"  # noqa: S108  the pod's own
 _LAST: Final = ("initContainers", "containers", "volumes")
 """Fields of a pod that people write last."""
@@ -304,12 +303,6 @@ def _container_security(wish: Kubernetes) -> Object:
     )
 
 
-def _own_tmp(wish: Kubernetes) -> bool:
-    """Whether /tmp is an empty folder of ours: of a read-only root, and no volume's."""
-    taken = any(volume.mount == TMP for volume in wish.volumes.values())
-    return wish.security.read_only_root and not taken
-
-
 def _volumes(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     found: list[Object] = [
@@ -320,7 +313,7 @@ def _volumes(job: PodJob) -> list[Object]:
     if wish.board == "kubernetes":
         source = {"secretName": secret_name(job.name), "defaultMode": _secret_mode(wish)}
         found.append({"name": SECRET_VOLUME, "secret": source})
-    if _own_tmp(wish):
+    if own_tmp(wish):
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
         if volume.claim is not None:
@@ -350,7 +343,7 @@ def _mounts(job: PodJob) -> list[Object]:
     ]
     if wish.board == "kubernetes":
         found.append({"name": SECRET_VOLUME, "mountPath": SECRET_DIR, "readOnly": True})
-    if _own_tmp(wish):
+    if own_tmp(wish):
         found.append({"name": TMP_VOLUME, "mountPath": TMP})
     for name, volume in wish.volumes.items():
         found.append(given(name=name, mountPath=volume.mount, readOnly=volume.read_only or None))

@@ -138,11 +138,11 @@ def lost_kind(run_dir: Path) -> str:
         submission = read_submitted(run_dir)
     except UserError:  # damaged: what it says is told by `status`
         submission = None
-    own = _own_target(run_dir)
+    own = own_target(run_dir)
     return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
 
 
-def _own_target(run_dir: Path) -> str:
+def own_target(run_dir: Path) -> str:
     """Return where a run is that kubectl, sbatch or an agent's command line began."""
     if (run_dir / STARTS).is_dir():
         return "pytorchjob"

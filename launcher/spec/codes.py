@@ -188,7 +188,7 @@ _TABLE: Final = {
         "slurm.gres or slurm.gpu_type asks for other GPUs than the cluster section.",
         "Ask for the same GPUs in both.",
     ),
-    "HF169": ("A batch script or a PyTorchJob that cannot be wrapped.", "Change the line named."),
+    "HF169": ("A batch script or a manifest that cannot be wrapped.", "Change the line named."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": ("A path does not exist.", "Create it, or fix the path."),
     "HF202": ("A path cannot be read.", "Grant the permission."),

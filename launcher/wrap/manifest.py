@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launcher.render.kubernetes_facts import RESTARTS_PER_NODE
 from launcher.spec.secret_forms import leaks
 from launcher.spec.source import Path
 from launcher.wrap.manifest_kinds import (
@@ -21,7 +22,7 @@ from launcher.wrap.manifest_kinds import (
     kind_of,
     roles_of,
 )
-from launcher.wrap.manifest_pods import CLAIM_MOUNT, RESTARTS_PER_NODE, Pods, Trainer
+from launcher.wrap.manifest_pods import CLAIM_MOUNT, Pods, Trainer
 from launcher.wrap.manifest_text import ManifestText
 
 

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from launcher.render.kinds import indexed_job
+from launcher.render.kubernetes_facts import RESTARTS_PER_NODE
 from launcher.render.kubernetes_names import CLAIM_VOLUME, SHM_VOLUME, WITHOUT_MESH
 from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
 from launcher.spec.source import Path, read_documents
@@ -32,8 +33,6 @@ _OF_A_POD: Final = (
 """Volumes that end with their pod, or that only one node mounts."""
 CLAIM_MOUNT: Final = "/holdfast"
 """Where `--claim` mounts a claim."""
-RESTARTS_PER_NODE: Final = 20
-"""Least backoffLimit for each pod, as of a rendered job (`restart_limit`)."""
 _RUNTIMES: Final = ("ClusterTrainingRuntime", "TrainingRuntime")
 
 

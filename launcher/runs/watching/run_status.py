@@ -19,7 +19,7 @@ from launcher.platforms.targets import TARGETS, target_named
 from launcher.record.status import TrainingStatus
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.fetching import fetched
-from launcher.runs.runs import StoredRun, current_job
+from launcher.runs.runs import StoredRun, current_job, own_target
 from launcher.runs.watching.findings import (
     DiskSpace,
     Finding,
@@ -94,6 +94,14 @@ class RunStatus:
             "findings": [each.to_json() for each in self.findings(now_unix)],
             "problem": self.problem or None,
         }
+
+
+_BY_HAND: Final = {
+    "local": "local",
+    "slurm": "of a batch script that was submitted by hand (squeue)",
+    "pytorchjob": "pods of a manifest that was created by hand (kubectl get pods)",
+}
+"""Where a run began that was not submitted -> what is shown of its job."""
 
 
 def target_of(run: StoredRun) -> str:
@@ -227,7 +235,8 @@ def detail_lines(status: RunStatus, now_unix: float) -> list[tuple[str, str]]:
     """Return what `status RUN` shows: (what, text) pairs."""
     platform, training = status.platform, status.training
     rows = [("state", str(status.state))]
-    where = f"{status.target} job {status.job.id}" if status.job.id else status.target
+    by_hand = _BY_HAND[own_target(status.run.path)]
+    where = f"{status.target} job {status.job.id}" if status.job.id else by_hand
     rows.append(("job", ", ".join([where, *_times(platform, now_unix)])))
     if platform.nodes and not status.state.is_final:
         rows.append(("nodes", names(platform.nodes)))

@@ -185,6 +185,13 @@ def test_the_run_lies_on_the_claim_and_job_json_says_so(kind):
         ({"validation": {"path": "/v.bin", "every_steps": 2}}, "HF722 validation.path: /v.bin "),
         ({"checkpoint.dir": "/ckpt"}, "HF722 checkpoint.dir: /ckpt "),
         ({"env.venv": "/envs/a"}, "HF722 env.venv: /envs/a "),
+        (
+            {
+                "kubernetes.python": "/tmp/env/bin/python",
+                "kubernetes.security": {"read_only_root": True},
+            },
+            "HF722 kubernetes.python: /tmp/env/bin/python is hidden",
+        ),
         ({"env.secrets": {"A": {"file": "/a"}}}, "HF723 env.secrets.A: "),
     ],
 )
