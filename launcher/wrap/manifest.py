@@ -22,7 +22,7 @@ from launcher.wrap.manifest_kinds import (
     kind_of,
     roles_of,
 )
-from launcher.wrap.manifest_pods import CLAIM_MOUNT, Pods, Trainer
+from launcher.wrap.manifest_pods import CLAIM_MOUNT, Pods, TrainJob
 from launcher.wrap.manifest_text import ManifestText
 
 
@@ -67,7 +67,7 @@ def wrap_manifest(
     head = job.mapping("metadata")
     trainer = None
     if kind is TRAINJOB:
-        trainer = Trainer.of(job)
+        trainer = TrainJob.of(job)
         job = trainer.with_own_runtime(job)
     name = head.get("name") or f"{head.get('generateName', '')}…"
     roles, notes = roles_of(job, kind)

@@ -37,7 +37,7 @@ _RUNTIMES: Final = ("ClusterTrainingRuntime", "TrainingRuntime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
+class TrainJob:
     """What a TrainJob says of the pods of its runtime."""
 
     runtime: str
@@ -52,7 +52,7 @@ class Trainer:
     """Its words; empty: the runtime has the command."""
 
     @classmethod
-    def of(cls, job: ManifestText) -> Trainer:
+    def of(cls, job: ManifestText) -> TrainJob:
         """Read it.
 
         Raises:
@@ -132,7 +132,7 @@ class Pods:
     """
 
     def __init__(
-        self, job: ManifestText, kind: JobKind, role: Path, trainer: Trainer | None
+        self, job: ManifestText, kind: JobKind, role: Path, trainer: TrainJob | None
     ) -> None:
         self._job, self._kind, self._role, self._trainer = job, kind, role, trainer
         self._spec = (*role, "template", "spec")
