@@ -36,6 +36,8 @@ HOOK: Final = str(Path(wrap.__file__).with_name("hook"))
 _LAUNCH: Final = '"$HOLDFAST_PYTHON" -P -m launcher.cli.main batch --'
 _LONGEST_TRAP: Final = 400
 """Characters of its commands."""
+_QUIET: Final = "{ local - && set +x; } 2>/dev/null"
+"""With `set -x` a script shows its own commands alone; before bash 4.4 ours too."""
 RUN: Final = "holdfast_run"
 _RUN: Final = f"""() {{
   if [[ $BASHPID == "$$" ]]; then {_LAUNCH} "$@"; return; fi
@@ -75,7 +77,7 @@ class Supervisor:
         for name in names:
             (programs / name).write_text(f'#!/bin/sh\nexec {_LAUNCH} {name} "$@"\n')
             (programs / name).chmod(0o755)
-            functions[name] = f'() {{ {RUN} {name} "$@"\n}}'
+            functions[name] = f'() {{ {_QUIET}; {RUN} {name} "$@"\n}}'
         paths = filter(None, (HOOK, env.get("PYTHONPATH")))
         return {
             **env,

@@ -83,12 +83,13 @@ class Container:
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_a_script_runs_whole_around_its_launches(tmp_path, shell):
     script = (
-        "set -e; echo before; torchrun --nproc-per-node=2 t.py one | tee log; "
+        "set -ex; echo before; torchrun --nproc-per-node=2 t.py one 2>&1 | tee log; "
         "echo between; python -m torch.distributed.run t.py two; echo after; exit 7"
     )
     with Container(tmp_path, shell, "-c", script) as container:
         code, said = container.ended()
     assert code == 7, said
+    assert "holdfast_run" not in said
     lines = said.splitlines()
     marks = [lines.index(each) for each in ("before", "between", "worker 0 of 1 two", "after")]
     assert marks == sorted(marks)
