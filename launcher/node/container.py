@@ -18,22 +18,25 @@ from typing import Final, NoReturn
 
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.storage.files import write_atomic
-from launcher.node.agent import STOPS, reap, taken_signals
+from launcher.node.agent import STOPS, Wait, reap, taken_signals
 from launcher.node.attempt import live_lease, say
 from launcher.node.decide import AGAIN
 from launcher.node.launch import become, outside, with_hook
-from launcher.node.pod import CODE, RUNS, SHM, Pod, PodEnv
+from launcher.node.pod import RUNS, SHM, Pod, PodEnv
 from launcher.node.supervisor import (
     ASKED,
     FOLDER,
     HANDED_ON,
-    LAUNCHES,
     PROGRAMS,
     TURN_S,
     Supervisor,
+    code_of,
+    launches_in,
+    note_code,
     note_launch,
 )
 from launcher.plan.search import plan
+from launcher.platforms.local import start_ticks
 from launcher.render.local import render_local
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
@@ -73,7 +76,8 @@ def _inside(words: Sequence[str], env: Mapping[str, str], folder: Path) -> NoRet
         if launch := launch_of(argv, env):
             _launch(launch, argv, outside(env), folder)
     except UserError:
-        (folder / CODE).write_text(f"{EXIT_DO_NOT_RESTART}\n", encoding="ascii")
+        note_launch(folder, Path(env[RUNS]))
+        note_code(folder, EXIT_DO_NOT_RESTART)
         raise
     become(argv, outside(env))
 
@@ -87,11 +91,11 @@ def _launch(
         become(argv, env)
     name = env["HOLDFAST_JOB"]
     if folder is not None:
-        if (folder / ASKED).exists() or (_code(folder) or 0) >= AGAIN:
+        if (folder / ASKED).exists() or _last_code(folder) >= AGAIN:
             (folder / _LATE).touch()
             say(f"{argv[0]}: this pod is to be replaced: it is not started")
             raise SystemExit(AGAIN)
-        number = 1 + len([*(folder / LAUNCHES).iterdir()])
+        number = 1 + len(launches_in(folder))
         name = name if number == 1 else f"{name}-{number}"
     run_dir = Path(env[RUNS], name)
     os.environ["PATH"] = env.get("PATH", os.defpath)  # what is asked for the Python of a torchrun
@@ -150,27 +154,36 @@ def _run_command(words: Sequence[str], env: Mapping[str, str], who: PodEnv) -> i
         except OSError as error:
             say(f"{words[0]}: {error.strerror}")
             command = None
-        asked, kill_at = False, None
-        while command is not None and not reap(command):
-            number = wait(TURN_S)
-            if number in STOPS:
-                asked = True
-            if number not in (None, signal.SIGCHLD):
-                _hand_on(number, command.pid, ours)
-            if (folder / _LATE).exists() and kill_at is None:
-                kill_at = time.monotonic() + LAST_S
-                command.terminate()
-            if kill_at is not None and time.monotonic() >= kill_at:
-                command.kill()
-        code = 127 if command is None else command.returncode
-        code, last = code if code >= 0 else 128 - code, _code(folder)
-        if (last or 0) >= AGAIN or (code and asked and last is None):
-            return last or AGAIN
-        if code and last is None:
-            say(f"{words[0]} has ended with {code} before it launched anything")
-            run_dir = Path(env[RUNS], env["HOLDFAST_JOB"])
-            return Pod(run_dir, who, env, wait).nothing_launched(int(env.get(PODS) or "1"))
-        return code
+        code = 127 if command is None else _served(command, ours, wait)
+        if (last := _last_code(folder)) >= AGAIN:
+            return last
+        if code == 0 or ours.launches():
+            return code
+        if (folder / ASKED).exists():
+            return AGAIN
+        say(f"{words[0]} has ended with {code} before it launched anything")
+        run_dir = Path(env[RUNS], env["HOLDFAST_JOB"])
+        return Pod(run_dir, who, env, wait).nothing_launched(int(env.get(PODS) or "1"))
+
+
+def _served(command: subprocess.Popen[bytes], ours: Supervisor, wait: Wait) -> int:
+    """Pass signals on until the command has ended; return its code.
+
+    A command that goes on where its pod is to be replaced is ended: it launches again, or waits for
+    what a killed launch has left.
+    """
+    kill_at: float | None = None
+    while not reap(command):
+        number = wait(TURN_S)
+        if number not in (None, signal.SIGCHLD):
+            _hand_on(number, command.pid, ours)
+        if kill_at is None and ((ours.folder / _LATE).exists() or _is_killed(ours.folder)):
+            kill_at = time.monotonic() + LAST_S
+            command.terminate()
+        if kill_at is not None and time.monotonic() >= kill_at:
+            command.kill()
+    code = command.returncode
+    return code if code >= 0 else 128 - code
 
 
 def _hand_on(number: signal.Signals, pid: int, ours: Supervisor) -> None:
@@ -186,7 +199,17 @@ def _hand_on(number: signal.Signals, pid: int, ours: Supervisor) -> None:
         os.kill(pid, number)
 
 
-def _code(folder: Path) -> int | None:
-    """Return how the last launch that has ended did."""
-    path = folder / CODE
-    return int(path.read_text(encoding="ascii")) if path.exists() else None
+def _is_killed(folder: Path) -> bool:
+    """Return whether the last launch has ended without a word."""
+    return any(
+        code_of(folder, pid) is None and start_ticks(pid) != ticks
+        for pid, ticks, _ in launches_in(folder)[-1:]
+    )
+
+
+def _last_code(folder: Path) -> int:
+    """Return how the last launch has ended: AGAIN if it was killed; 0 if it runs, or is none."""
+    if _is_killed(folder):
+        return AGAIN
+    codes = [code_of(folder, pid) for pid, _, _ in launches_in(folder)[-1:]]
+    return next((code for code in codes if code is not None), 0)

@@ -49,7 +49,7 @@ from launcher.node.decide import (
     place,
 )
 from launcher.node.output import shown
-from launcher.node.supervisor import FOLDER
+from launcher.node.supervisor import FOLDER, note_code
 from launcher.record import stop_request
 from launcher.record.run_files import STARTS
 from launcher.spec.errors import UserError
@@ -266,7 +266,7 @@ def pod(run_dir: Path, env: Mapping[str, str]) -> int:
     with taken_signals(TAKEN) as wait:
         code = Pod(run_dir, who, own, wait).run()
     if FOLDER in env:
-        Path(env[FOLDER], CODE).write_text(f"{code}\n", encoding="ascii")
+        note_code(Path(env[FOLDER]), code)
     return code
 
 
@@ -346,9 +346,6 @@ def _is_begun(path: Path) -> bool:
 
 RUNS: Final = "HOLDFAST_RUNS"
 """Variable of wrapped pods: the folder of run directories."""
-CODE: Final = "code"
-"""File, beside what a supervisor knows of its launches, with the code of the last that has ended,
-which is the container's where the pod is to be replaced."""
 CONFIG_DIR: Final = Path("/etc/holdfast")
 """Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  a memory volume of the pod's own

@@ -23,6 +23,7 @@ from launcher.wrap.launches import BY_TORCHRUN
 FOLDER: Final = "HOLDFAST_SCRIPT"
 """Variable of the folder of this process: what runs below it says there what it has started."""
 LAUNCHES: Final = "launches"
+_CODE: Final = "code-"
 ASKED: Final = "asked"
 """File that is there once this process was asked to end."""
 HANDED_ON: Final = (
@@ -89,13 +90,8 @@ class Supervisor:
         }
 
     def launches(self) -> list[tuple[int, int, Path]]:
-        """Return the process of each launch, when that began, and its run."""
-        found = []
-        for path in sorted((self.folder / LAUNCHES).iterdir()):
-            ticks, _, run = path.read_text(encoding="utf-8").strip().partition(" ")
-            if run:  # else it is being written
-                found.append((int(path.name), int(ticks), Path(run)))
-        return found
+        """See `launches_in`."""
+        return launches_in(self.folder)
 
     def live(self) -> list[int]:
         """Return the launches that have not ended."""
@@ -109,11 +105,32 @@ class Supervisor:
         return _catches(pid, number) and bool(named or not _catches(pid, signal.SIGVTALRM))
 
 
+def launches_in(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return the process of each launch, when that began, and its run, in the order they began."""
+    found = []
+    for path in (folder / LAUNCHES).iterdir():
+        ticks, _, run = path.read_text(encoding="utf-8").strip().partition(" ")
+        if run:  # else it is being written
+            found.append((int(path.name), int(ticks), Path(run)))
+    return sorted(found, key=lambda launch: launch[1])
+
+
 def note_launch(folder: Path, run_dir: Path) -> None:
     """Have this process known as a launch of a run to the supervisor of `folder`."""
     pid = os.getpid()
     path = folder / LAUNCHES / str(pid)
     path.write_text(f"{start_ticks(pid)} {run_dir}\n", encoding="utf-8")
+
+
+def note_code(folder: Path, code: int) -> None:
+    """Note how this process, a launch, ends."""
+    (folder / f"{_CODE}{os.getpid()}").write_text(f"{code}\n", encoding="ascii")
+
+
+def code_of(folder: Path, pid: int) -> int | None:
+    """Return how a launch has ended; None: it runs, or was killed."""
+    path = folder / f"{_CODE}{pid}"
+    return int(path.read_text(encoding="ascii")) if path.exists() else None
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -123,6 +123,19 @@ def test_a_pod_that_goes_leaves_and_the_scripts_last_lines_run(tmp_path):
     assert "worker 0 of 1 again" not in said, "this pod is to be replaced"
 
 
+def test_a_launch_that_is_killed_has_its_pod_replaced_whatever_the_script_says(tmp_path):
+    with Container(tmp_path, "sh", "-c", "torchrun t.py wait | tee log; exit 0") as container:
+        container.until("started")
+        for program in ("launcher.node pod ", "elastic_trainer.agent .*"):
+            found = subprocess.run(
+                ["pgrep", "-f", f"{program}{tmp_path}"], capture_output=True, text=True, check=True
+            )
+            for pid in found.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+        code, said = container.ended()
+    assert code == 143, said
+
+
 def test_before_a_launch_a_signal_is_the_commands_own(tmp_path):
     script = (
         "trap 'echo trapped >trapped; exit 5' TERM; touch ready; sleep 100 >&- 2>&- & wait; "
