@@ -1,8 +1,8 @@
 """`python -m launcher.node.as_task [--gpus K] [--cpus FORM:LIST] -- PROGRAM`: a worker as a task.
 
-A program that srun starts once for each process of a training finds what that srun would have given
-it. Nothing that an agent has set for torchrun's workers is left: with it, libraries would take the
-job for torchrun's.
+A program that srun, or a PyTorchJob, starts once for each process of a training finds what that
+would have given it. Nothing that an agent has set for torchrun's workers is left: with it,
+libraries would take the job for torchrun's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ OF_AGENTS: Final = re.compile(
     r"|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS"
     r"|(GLOO|NCCL)_SOCKET_IFNAME|PYTORCH_NVML_BASED_CUDA_CHECK|SLURM_[CG]PUS_PER_TASK"
 )
+_OF_RANKS: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What the operator of PyTorchJobs sets, which agents know better."""
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -58,6 +60,12 @@ def as_task(env: Mapping[str, str], gpus: int = 0) -> dict[str, str]:
     }
 
 
+def as_pod(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the process of a PyTorchJob's pod in a worker's place. Pure."""
+    kept = {k: v for k, v in env.items() if k != OWN and not OF_AGENTS.fullmatch(k)}
+    return {**kept, **json.loads(env[OWN]), **{name: env[name] for name in _OF_RANKS}}
+
+
 def cpus_of(text: str, local: int) -> set[int]:
     """Return the CPUs of a task, by srun's `[v,]mask_cpu:0xf,0xf0` or `map_cpu:0,4`. Pure."""
     form, _, listed = text.replace("=", ":", 1).rpartition(":")
@@ -76,10 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--cpus")
+    parser.add_argument("--of-pod", action="store_true")
     given, program = parser.parse_args(words[:cut]), words[cut + 1 :]
     if given.cpus:
         os.sched_setaffinity(0, cpus_of(given.cpus, int(os.environ["LOCAL_RANK"])))
-    os.execvpe(program[0], program, as_task(os.environ, given.gpus))  # noqa: S606  no shell
+    own = as_pod(os.environ) if given.of_pod else as_task(os.environ, given.gpus)
+    os.execvpe(program[0], program, own)  # noqa: S606  no shell
 
 
 if __name__ == "__main__":

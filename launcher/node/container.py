@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Final, NoReturn
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.storage.files import write_atomic
 from launcher.node.agent import STOPS, Wait, reap, taken_signals
+from launcher.node.as_task import of_job
 from launcher.node.attempt import live_lease, say
 from launcher.node.decide import AGAIN
 from launcher.node.launch import become, outside, with_hook
@@ -42,9 +44,8 @@ from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import BY_TORCHRUN, WrappedLaunch, job_of, launch_of
+from launcher.wrap.tasks import PODS, rank_of
 
-PODS: Final = "HOLDFAST_PODS"
-"""Variable with the number of the job's pods."""
 LAST_S: Final = 10.0
 """From SIGTERM to SIGKILL, for a command that goes on where its pod is to be replaced."""
 _LATE: Final = "late"
@@ -61,9 +62,9 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     who = PodEnv.of(env)
     if FOLDER in env:
         _inside(argv, env, Path(env[FOLDER]))
-    launch = launch_of(argv, env)
+    launch = launch_of(argv, env) or rank_of(argv, env, sys.executable)
     if launch is not None:
-        _launch(launch, argv, env, None)
+        _launch(launch, argv, {**env, **of_job(env)} if launch.of_tasks else env, None)
     return _run_command(argv, env, who)
 
 
@@ -99,7 +100,7 @@ def _launch(
         name = name if number == 1 else f"{name}-{number}"
     run_dir = Path(env[RUNS], name)
     os.environ["PATH"] = env.get("PATH", os.defpath)  # what is asked for the Python of a torchrun
-    python = agents_python(launch.torchrun)
+    python = agents_python(launch.torchrun) if launch.torchrun else sys.executable
     for note in _made(run_dir, launch, env):
         say(note)
     if folder is not None:

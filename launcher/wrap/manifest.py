@@ -75,10 +75,11 @@ def wrap_manifest(
     for role in roles:
         with job.checked():
             pods.append(Pods(job, kind, role, trainer))
+    num_pods = sum(pod.num_pods for pod in pods)
     folders = set()
     for pod in pods:
         with job.checked():
-            pod.check_command()
+            pod.check_command(num_pods)
         with job.checked():
             pod.check_variables()
     for pod in pods:
@@ -97,7 +98,6 @@ def wrap_manifest(
     images = dict.fromkeys(pod.image for pod in pods)
     secrets = tuple(leak.secret for leak in leaks(job.source.data))
     notes += [note for pod in pods for note in pod.told(folder)]
-    num_pods = sum(pod.num_pods for pod in pods)
     shutdown_s = max(pod.shutdown_s() for pod in pods)
     notes += _let_restart(job, kind, pods)
     sidecars = dict.fromkeys(name for pod in pods for name in pod.move_sidecars())

@@ -10,6 +10,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.source import Path
 from launcher.wrap.launches import BY_TORCHRUN, find_torchrun, torchrun_arguments
 from launcher.wrap.manifest_text import ManifestText
+from launcher.wrap.tasks import runs_python
 from launcher.wrap.wrapped import refuse_secrets
 
 LAUNCHERS: Final = re.compile(
@@ -37,8 +38,10 @@ def words_of(job: ManifestText, container: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def check_command(job: ManifestText, container: Path) -> None:
+def check_command(job: ManifestText, container: Path, *, ranks: bool = False) -> None:
     """Refuse a command that starts no training, or one that would be refused in the pods.
+
+    `ranks`: the operator gives each pod a rank, so that its one process may be a worker.
 
     Raises:
         UserError: HF169, HF163.
@@ -52,7 +55,7 @@ def check_command(job: ManifestText, container: Path) -> None:
     text = " ".join(texts)
     if "holdfast batch -- " in text:
         job.refuse("it is wrapped already", container)
-    if not LAUNCHERS.search(text) and not _SCRIPT.search(text):
+    if not (LAUNCHERS.search(text) or _SCRIPT.search(text) or (ranks and runs_python(texts))):
         job.refuse(
             "its command starts no training by torchrun, accelerate or deepspeed; as "
             f"`torchrun {_script_of(texts)}` it would",

@@ -17,6 +17,7 @@ from launcher.wrap.launches import AFTER_KILL_S
 from launcher.wrap.manifest_commands import LAUNCHERS, check_command, words_of, wrap_command
 from launcher.wrap.manifest_kinds import PYTORCHJOB, TRAINJOB, JobKind
 from launcher.wrap.manifest_text import ManifestText
+from launcher.wrap.tasks import runs_python
 from launcher.wrap.wrapped import shutdown_timeouts
 
 GRACE_S: Final = 120
@@ -220,10 +221,11 @@ class Pods:
             yield f"restartPolicy: {before} is Never now: the Job makes a new pod"
         job.put((*self._spec, "restartPolicy"), "Never")
 
-    def check_command(self) -> None:
-        """See manifest_commands."""
+    def check_command(self, num_pods: int) -> None:
+        """See manifest_commands; `num_pods` are those of the job."""
         if self._trainer is None or not self._trainer.command:
-            check_command(self._job, self.container)
+            ranks = self._kind is PYTORCHJOB and num_pods > 1
+            check_command(self._job, self.container, ranks=ranks)
 
     def shutdown_s(self) -> float:
         """Return the largest --shutdown-timeout that the command's text says; 0: none."""
@@ -333,7 +335,12 @@ class Pods:
 
     def told(self, folder: str) -> Iterator[str]:
         """Yield what is to be known of the command, and of the volume that `folder` is on."""
-        if not LAUNCHERS.search(self._command):
+        if not LAUNCHERS.search(self._command) and runs_python(self._command.split()):
+            yield (
+                "each pod's process is a worker of one training: agents give RANK and WORLD_SIZE, "
+                "rank 0 may be in any pod, and a lost pod restarts all from their checkpoint"
+            )
+        elif not LAUNCHERS.search(self._command):
             yield (
                 "its command runs a script of the image: agents run where that starts torchrun, "
                 "accelerate or deepspeed, and else none do"

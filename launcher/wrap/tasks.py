@@ -37,6 +37,8 @@ _BIND: Final = re.compile(r"--(cpu|gpu|accel)[-_]bind=(.*)")
 _CPUS: Final = re.compile(r"(?:\w+,)*(?:mask|map)_cpu[:=].+")
 _NO_BIND: Final = re.compile(r"(?:(?:none|no|quiet|q|verbose|v),?)*")
 AS_TASK: Final = "launcher.node.as_task"
+PODS: Final = "HOLDFAST_PODS"
+"""Variable of wrapped pods: how many the job has."""
 
 
 def tasks_of(
@@ -89,6 +91,31 @@ def tasks_of(
             *literal(program),
         ),
         notes=(*notes, *unused(options, env)),
+    )
+
+
+def runs_python(words: Sequence[str]) -> bool:
+    """Return whether a command is a program of Python."""
+    named = words and re.fullmatch(r"python[\d.]*", PurePath(words[0]).name)
+    return bool(named) and any(word == "-m" or word.endswith(".py") for word in words[1:])
+
+
+def rank_of(argv: Sequence[str], env: Mapping[str, str], python: str) -> WrappedLaunch | None:
+    """Return the launch of a PyTorchJob whose pods are one process each; None: this is none.
+
+    The operator gives each its RANK (training-operator, pkg/controller.v1/pytorch/envvar.go).
+    """
+    num_pods = int(env.get(PODS) or "1")
+    if env.get("HOLDFAST_KIND") != "pytorchjob" or num_pods < 2 or not runs_python(argv):
+        return None
+    options, program = srun_of(("--", *argv))
+    return WrappedLaunch(
+        srun=(),
+        options=options,
+        of_tasks=True,
+        nodes=(num_pods, num_pods),
+        workers=1,
+        command=("--no-python", python, "-P", "-m", AS_TASK, "--of-pod", "--", *literal(program)),
     )
 
 

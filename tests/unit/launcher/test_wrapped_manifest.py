@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
+from launcher.node.as_task import as_pod, of_job
 from launcher.spec.errors import UserError
 from launcher.spec.reading import load_spec
 from launcher.wrap.launches import job_of, launch_of
 from launcher.wrap.manifest import is_manifest, wrap_manifest
+from launcher.wrap.tasks import rank_of
 
 HEAD = """\
 apiVersion: kubeflow.org/v1
@@ -83,7 +85,7 @@ def with_containers(*more):
         (PLAIN.replace("PyTorchJob", "MPIJob"), 1),
         (PLAIN.replace("kubeflow.org/v1", "kubeflow.org/v2beta1"), 1),
         (f"{PLAIN}---\n{PLAIN}", 1),
-        (PLAIN.replace("torchrun, ", "python, "), 12),
+        (PLAIN.replace("torchrun, ", "python, ").replace("replicas: 2", "replicas: 1"), 12),
         (PLAIN.replace("command: [torchrun, t.py]", ""), 12),
         (PLAIN.replace("command: [torchrun, t.py]", "command: torchrun t.py"), 12),
         (PLAIN.replace("name: pytorch", "name: train"), 6),
@@ -107,7 +109,7 @@ def test_a_manifest_that_cannot_be_wrapped(text, line):
 
 def test_all_that_is_wrong_is_said_at_once():
     text = with_containers({"name": "second", "command": ["torchrun", "t.py"]})
-    text = text.replace("[torchrun, t.py]", "[python, t.py]").replace("Claim: {", "Claims: {")
+    text = text.replace("[torchrun, t.py]", "[sleep, t.py]").replace("Claim: {", "Claims: {")
     text = text.replace(
         "mountPath: /data}]", "mountPath: /data}]\n            env: [{name: POD_IP}]"
     )
@@ -115,6 +117,27 @@ def test_all_that_is_wrong_is_said_at_once():
         with pytest.raises(UserError) as caught:
             wrap_manifest(found, "job.yaml")
         assert [problem.where.line for problem in caught.value.problems] == lines
+
+
+def test_a_process_for_each_pod_is_a_worker():
+    made = wrap_manifest(PLAIN.replace("torchrun, ", "python3, -u, "), "job.yaml")
+    assert container_of(made.text)["command"] == [
+        "holdfast",
+        "batch",
+        "--",
+        "python3",
+        "-u",
+        "t.py",
+    ]
+    assert any("rank 0 may be in any pod" in note for note in made.notes)
+    launch = rank_of(("python3", "-u", "t.py"), {**ENV, "HOLDFAST_PODS": "2"}, "/p")
+    assert (launch.nodes, launch.workers) == ((2, 2), 1)
+    assert launch.command[-3:] == ("python3", "-u", "t.py")
+    assert rank_of(("python3", "-u", "t.py"), {**ENV, "HOLDFAST_KIND": "jobset"}, "/p") is None
+    own = {"RANK": "7", "OMP_NUM_THREADS": "3", "A": "b"}
+    agents = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    seen = as_pod({**own, **of_job(own), **agents, "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"})
+    assert seen == {**agents, "OMP_NUM_THREADS": "3", "A": "b"}
 
 
 JOBSET = """\
