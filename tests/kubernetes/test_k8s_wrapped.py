@@ -119,11 +119,8 @@ def manifest_of(kind: str, cluster: Cluster, *, ranks: bool) -> str:
     if kind == "pytorchjob" and ranks:
         job = yaml.safe_load(MANIFEST.format(image=cluster.image, claim=cluster.claim))
         del job["spec"]["elasticPolicy"]
-        role = job["spec"]["pytorchReplicaSpecs"].pop("Worker")
-        (container,) = role["template"]["spec"]["containers"]
-        container |= {"command": ["python3", "/shared/train.py"], "args": ["/shared"]}
-        role["replicas"] = 1
-        job["spec"]["pytorchReplicaSpecs"] = {"Master": role, "Worker": role}
+        pods = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        pods["containers"][0] |= {"command": ["python3", "/shared/train.py"], "args": ["/shared"]}
         return yaml.safe_dump(job)
     if kind == "pytorchjob":
         return MANIFEST.format(image=cluster.image, claim=cluster.claim)
