@@ -22,8 +22,12 @@ OF_AGENTS: Final = re.compile(
     r"|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|OMP_NUM_THREADS"
     r"|(GLOO|NCCL)_SOCKET_IFNAME|PYTORCH_NVML_BASED_CUDA_CHECK|SLURM_[CG]PUS_PER_TASK"
 )
-_OF_RANKS: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What the operator of PyTorchJobs sets, which agents know better."""
+_OF_RANKS: Final = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""What the operator of PyTorchJobs sets, which agents know better, and by which torch finds their
+store there (torch/distributed/rendezvous.py). Libraries tell torchrun by TORCHELASTIC_RUN_ID."""
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -63,7 +67,7 @@ def as_task(env: Mapping[str, str], gpus: int = 0) -> dict[str, str]:
 def as_pod(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the process of a PyTorchJob's pod in a worker's place. Pure."""
     kept = {k: v for k, v in env.items() if k != OWN and not OF_AGENTS.fullmatch(k)}
-    return {**kept, **json.loads(env[OWN]), **{name: env[name] for name in _OF_RANKS}}
+    return {**kept, **json.loads(env[OWN]), **{k: env[k] for k in _OF_RANKS}}
 
 
 def cpus_of(text: str, local: int) -> set[int]:

@@ -136,6 +136,7 @@ def test_a_process_for_each_pod_is_a_worker():
     assert rank_of(("python3", "-u", "t.py"), {**ENV, "HOLDFAST_KIND": "jobset"}, "/p") is None
     own = {"RANK": "7", "OMP_NUM_THREADS": "3", "A": "b"}
     agents = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    agents |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     seen = as_pod({**own, **of_job(own), **agents, "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"})
     assert seen == {**agents, "OMP_NUM_THREADS": "3", "A": "b"}
 
