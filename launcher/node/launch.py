@@ -77,9 +77,10 @@ def start(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _script(word: str) -> str:
-    """Return the text of a script that a word names; empty: it names none."""
+    """Return the text of a script that a word names, as srun finds it; empty: it names none."""
     try:
-        text = read_regular(Path(word), _LONGEST_SCRIPT)
+        path = word if Path(word).exists() else shutil.which(word)
+        text = read_regular(Path(path or word), _LONGEST_SCRIPT)
     except (OSError, ValueError):
         return ""
     is_script = text.startswith(b"#!") or word.endswith(("sh", ".py"))
