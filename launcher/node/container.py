@@ -158,7 +158,7 @@ def _run_command(words: Sequence[str], env: Mapping[str, str], who: PodEnv) -> i
         code = 127 if command is None else _served(command, ours, wait)
         if (last := _last_code(folder)) >= AGAIN:
             return last
-        if code == 0 or ours.launches():
+        if code == 0 or launches_in(ours.folder):
             return code
         if (folder / ASKED).exists():
             return AGAIN
@@ -196,7 +196,7 @@ def _hand_on(number: signal.Signals, pid: int, ours: Supervisor) -> None:
         (ours.folder / ASKED).touch()
     for each in ours.live():
         os.kill(each, number)
-    if ours.traps(pid, number) or not ours.launches():
+    if ours.traps(pid, number) or not launches_in(ours.folder):
         os.kill(pid, number)
 
 

@@ -246,9 +246,10 @@ class Pod:
         counts = {path.name: counted(path) for path in found}
         if not all_fail(counts, self._nodes) or live_lease(self._run_dir, lambda _: False):
             return False
+        again = "create the job again" if self._who.is_wrapped else "holdfast submit --resume"
         say(
             f"HF676 all {self._nodes} pods have failed {MOST_IN_A_ROW} times in a row; fix the "
-            "error above, then holdfast submit --resume"
+            f"error above, then {again}"
         )
         return True
 

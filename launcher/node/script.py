@@ -23,7 +23,7 @@ from elastic_trainer.storage.files import read_json
 from launcher.node.agent import taken_signals
 from launcher.node.attempt import Attempt, say
 from launcher.node.decide import REQUEUES
-from launcher.node.supervisor import ASKED, HANDED_ON, PROGRAMS, TURN_S, Supervisor
+from launcher.node.supervisor import ASKED, HANDED_ON, PROGRAMS, TURN_S, Supervisor, launches_in
 from launcher.record import stop_request
 
 ENDING: Final = "HOLDFAST_ENDING"
@@ -99,7 +99,7 @@ class Script:
 
     def _continue(self, why: str = "") -> None:
         """Put the job back into the queue if a launch is to go on there; then Slurm ends this."""
-        runs = [run for _, _, run in self._supervisor.launches()]
+        runs = [run for _, _, run in launches_in(self.folder)]
         due = [attempt for run in runs if (attempt := self._due(run))]
         if not due or not self._put_back:
             return

@@ -89,13 +89,9 @@ class Supervisor:
             FOLDER: str(self.folder),
         }
 
-    def launches(self) -> list[tuple[int, int, Path]]:
-        """See `launches_in`."""
-        return launches_in(self.folder)
-
     def live(self) -> list[int]:
         """Return the launches that have not ended."""
-        return [pid for pid, ticks, _ in self.launches() if start_ticks(pid) == ticks]
+        return [pid for pid, ticks, _ in launches_in(self.folder) if start_ticks(pid) == ticks]
 
     def traps(self, pid: int, number: signal.Signals) -> bool:
         """Return whether the program has a trap for a signal, as its text or the kernel says."""

@@ -276,6 +276,7 @@ def _indexed_job(job: PodJob) -> Object:
     template = pod_template(job)
     return given(
         **indexed_job(CONTAINERS[job.kind], limit=job.restart_limit, num_pods=job.num_pods),
+        successPolicy={"rules": [{"succeededCount": 1}]},
         completions=job.num_pods,
         parallelism=job.num_pods,
         template={**template, "spec": {"restartPolicy": "Never", **template["spec"]}},
@@ -300,7 +301,6 @@ def indexed_job(container: str, *, limit: int, num_pods: int) -> Object:
         # By index, or the delay before a pod is replaced would grow with every other's failures.
         "backoffLimitPerIndex": math.ceil(limit / num_pods),
         "podFailurePolicy": {"rules": rules},
-        "successPolicy": {"rules": [{"succeededCount": 1}]},
     }
 
 

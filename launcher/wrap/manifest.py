@@ -121,11 +121,10 @@ def _let_restart(job: ManifestText, kind: JobKind, pods: list[Pods]) -> Iterator
         yield from _let_operator_restart(job, pods)
         return
     if kind.kind != "Job":
-        above: Path = ("spec", "template", "spec") if kind is TRAINJOB else ("spec",)
-        policy = job.mapping(*above, "failurePolicy")
+        policy = job.mapping(*kind.above, "failurePolicy")
         if policy.get("maxRestarts") or policy.get("rules"):
             yield "failurePolicy restarts no more: agents restart the training, not all pods"
-        job.put((*above, "failurePolicy"), {"maxRestarts": 0})
+        job.put((*kind.above, "failurePolicy"), {"maxRestarts": 0})
     for pod in pods:
         yield from pod.let_job_restart()
 

@@ -10,6 +10,7 @@ from launcher.spec.errors import UserError
 from launcher.spec.source import Path
 from launcher.wrap.launches import BY_TORCHRUN, find_torchrun, torchrun_arguments
 from launcher.wrap.manifest_text import ManifestText
+from launcher.wrap.sruns import cannot_wrap
 from launcher.wrap.tasks import runs_python
 from launcher.wrap.wrapped import refuse_secrets
 
@@ -38,10 +39,13 @@ def words_of(job: ManifestText, container: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def check_command(job: ManifestText, container: Path, *, ranks: bool = False) -> None:
+def check_command(
+    job: ManifestText, container: Path, num_pods: int = 1, *, ranks: bool = False
+) -> None:
     """Refuse a command that starts no training, or one that would be refused in the pods.
 
-    `ranks`: the operator gives each pod a rank, so that its one process may be a worker.
+    `num_pods` are those of the job. `ranks`: the operator gives each pod a rank, so that its one
+    process may be a worker.
 
     Raises:
         UserError: HF169, HF163.
@@ -65,7 +69,11 @@ def check_command(job: ManifestText, container: Path, *, ranks: bool = False) ->
         refuse_secrets([shlex.join(texts), *texts])
         found = find_torchrun(texts)
         if found is not None and found[0] == 0:
-            torchrun_arguments(texts, found[1], alone=True)
+            given = torchrun_arguments(texts, found[1], alone=True)
+            if num_pods > 1 and (given.standalone or given.nnodes == "1"):
+                cannot_wrap(
+                    f"each of {num_pods} pods has a training of its own: create the job as it is"
+                )
     except UserError as error:
         where = job.place(words[0][0])
         raise UserError(error.code, error.message, where=where) from error

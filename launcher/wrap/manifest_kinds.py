@@ -31,6 +31,8 @@ class JobKind:
     """What `holdfast batch` takes its pods for."""
     job_label: str
     """Label of pods with the job's name, set by its controller."""
+    above: Path = ("spec",)
+    """Where a JobSet is described."""
     container: str | None = None
     """Name of the agent's container that the operator asks for."""
 
@@ -51,6 +53,7 @@ TRAINJOB: Final = JobKind(
     kind=KINDS["trainjob"],
     target="trainjob",
     job_label="jobset.sigs.k8s.io/jobset-name",
+    above=("spec", "template", "spec"),
     container=CONTAINERS["trainjob"],
 )
 _OF_TRAINER: Final = "trainer.kubeflow.org/trainjob-ancestor-step"
@@ -109,18 +112,17 @@ def roles_of(job: ManifestText, kind: JobKind) -> tuple[list[Path], list[str]]:
         return [("spec", "pytorchReplicaSpecs", role) for role in found], []
     if kind.kind == "Job":
         return [("spec",)], []
-    above: Path = ("spec", "template", "spec") if kind is TRAINJOB else ("spec",)
-    rows = job.rows(*above, "replicatedJobs")
+    rows = job.rows(*kind.above, "replicatedJobs")
     if not rows:
         job.refuse("it has no replicatedJobs", ("spec",))
     paths: list[Path] = [
-        (*above, "replicatedJobs", index, "template", "spec") for index in range(len(rows))
+        (*kind.above, "replicatedJobs", index, "template", "spec") for index in range(len(rows))
     ]
     if kind is TRAINJOB:
         labels = [(*path[:-1], "metadata", "labels", _OF_TRAINER) for path in paths]
         ours = [p for p, label in zip(paths, labels, strict=True) if job.get(*label) == "trainer"]
         if len(ours) != 1:
-            job.refuse(f"expected one replicated job with the label {_OF_TRAINER}", above)
+            job.refuse(f"expected one replicated job with the label {_OF_TRAINER}", kind.above)
         return ours, []
     ours = [path for path in paths if LAUNCHERS.search(json.dumps(job.get(*path, "template")))]
     if len(paths) == 1 or not ours:

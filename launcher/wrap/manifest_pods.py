@@ -225,7 +225,7 @@ class Pods:
         """See manifest_commands; `num_pods` are those of the job."""
         if self._trainer is None or not self._trainer.command:
             ranks = self._kind is PYTORCHJOB and num_pods > 1
-            check_command(self._job, self.container, ranks=ranks)
+            check_command(self._job, self.container, num_pods, ranks=ranks)
 
     def shutdown_s(self) -> float:
         """Return the largest --shutdown-timeout that the command's text says; 0: none."""

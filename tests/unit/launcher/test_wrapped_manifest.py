@@ -97,6 +97,8 @@ def with_containers(*more):
         (SCRIPT + "              python a.py\n", 12),
         (PLAIN + "            resources: {limits: {google.com/tpu: 4}}\n", 12),
         (PLAIN.replace("torchrun, ", "torchrun, --nonsense, "), 15),
+        (PLAIN.replace("torchrun, ", "torchrun, --standalone, "), 15),
+        (PLAIN.replace("torchrun, ", "torchrun, --nnodes=1, "), 15),
         (f"{PLAIN}  note: |+\n    a\n\n\n", 4),
     ],
 )
@@ -178,7 +180,8 @@ def test_a_jobset_replaces_a_lost_pod_alone():
     assert job["failurePolicy"] == {"maxRestarts": 0}
     assert job["replicatedJobs"][0] == before["replicatedJobs"][0]
     workers = job["replicatedJobs"][1]["template"]["spec"]
-    assert workers["backoffLimit"], workers["backoffLimitPerIndex"] == (80, 20)
+    assert (workers["backoffLimit"], workers["backoffLimitPerIndex"]) == (80, 20)
+    assert "successPolicy" not in workers, "the first pod to end must not end the others"
     rules = workers["podFailurePolicy"]["rules"]
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {
         "gpu"
