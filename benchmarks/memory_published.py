@@ -85,44 +85,124 @@ class Judged:
 def judge(rows: list[Row], wasted: Wasted = SHIPPED) -> Iterator[Judged]:
     """Yield those of `rows` of which enough is known."""
     for row in rows:
-        known = all(row[key] for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq"))
-        memory = device_memory_gib(row["gpu"])
-        if (
-            not known
-            or "Q=C" in row["note"]
-            or "moe=1" in row["note"]
-            or "cpu_offloading" in row["note"]
-            or memory is None
-        ):
-            continue
-        recompute = recompute_of(row)
-        if recompute is None or not (row["micro_batch"] or row["pp"] != "1"):
-            continue
-        layout = ParallelLayout(**{axis: int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp")})
-        batch = int(row["global_batch_seqs"] or 0) or 10**6
-        work = Workload(
-            shape=shape_of(row),
-            seq_len=int(row["seq"]),
-            micro_batch=int(row["micro_batch"] or 1),
-            precision="bf16",
-            recompute=recompute,
-            interleave=int(row["vpp"] or 1),
-        )
-        rounds = max(1, batch // (layout.dp * work.micro_batch))
-        found = fullest_rank(work, layout, rounds, stack_of(row, wasted))
-        note = row["note"].lower()
-        seen = found.total
-        if "reserved" in note:
-            seen -= found.context
-        elif "max_allocated" in note:
-            seen = found.counted
-        yield Judged(
-            row,
-            seen / GIB,
-            float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
-            "oom=1" in note,
-            found.total > memory * GIB,
-        )
+        if left_out(row) is None:
+            yield _judged(row, wasted)
+
+
+def left_out(row: Row) -> str | None:
+    """Return why `row` cannot be judged, None where it can."""
+    if "Q=C" in row["note"]:
+        return "figures contradict each other"
+    if not all(row[key] for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq")):
+        return "a dimension is not said"
+    if "moe=1" in row["note"] or "cpu_offloading" in row["note"]:
+        return "a mixture, or activations on the host"
+    if device_memory_gib(row["gpu"]) is None:
+        return "unknown GPU"
+    if recompute_of(row) is None:
+        return "recompute is not said"
+    if not (row["micro_batch"] or row["pp"] != "1"):
+        return "micro-batch is not said"
+    if shards_of(row) is None:
+        return "ranks that shard are not said"
+    return None
+
+
+def _judged(row: Row, wasted: Wasted) -> Judged:
+    shards = shards_of(row)
+    memory = device_memory_gib(row["gpu"])
+    recompute = recompute_of(row)
+    assert shards and memory and recompute, "see left_out"
+    dp = int(row["dp"] or 1)
+    layout = ParallelLayout(
+        dp=dp,
+        dp_replicate=dp // shards,
+        **{axis: int(row[axis] or 1) for axis in ("tp", "pp", "cp")},
+    )
+    batch = int(row["global_batch_seqs"] or 0) or 10**6
+    work = Workload(
+        shape=shape_of(row),
+        seq_len=int(row["seq"]),
+        micro_batch=micro_batch_of(row),
+        precision="bf16",
+        recompute=recompute,
+        interleave=int(row["vpp"] or 1),
+    )
+    rounds = max(1, batch // (dp * work.micro_batch))
+    stack = stack_of(row, wasted)
+    needed = fullest_rank(work, layout, rounds, stack)
+    note = row["note"].lower()
+    if "max_allocated" in note:
+        seen = needed.counted
+    else:
+        reserved = fullest_rank(work, layout, rounds, replace(stack, pools=is_fsdp2(row)))
+        seen = reserved.total - (reserved.context if "reserved" in note else 0)
+    return Judged(
+        row,
+        seen / GIB,
+        float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
+        "oom=1" in note,
+        needed.total > memory * GIB,
+    )
+
+
+def is_fsdp2(row: Row) -> bool:
+    """Return whether the row's sharding is torch's FSDP2."""
+    return "fsdp2" in row["zero_or_fsdp_stage"] or "torchtitan" in row["source"]
+
+
+def shards_of(row: Row) -> int | None:
+    """Return how many ranks of dp state is sharded over; None where nobody says.
+
+    All of them, but for a part of them that is named (`zero1(group 8)`, `FSDP=128 x DP from 512
+    GPUs`, `dp_shard=8`, `replicate 4`, `4x64` of dp 256: copies times shards).
+    """
+    dp = int(row["dp"] or 1)
+    stage = row["zero_or_fsdp_stage"].lower()
+    hybrid = "hsdp" in stage or "not stated" in stage or "hybrid" in stage
+    clauses = stage.split(";")
+    if hybrid:
+        words = ("shard", "replica", "hsdp", "fsdp", "node")
+        clauses += [each for each in row["note"].lower().split(";") if any(w in each for w in words)]
+    for clause in clauses:
+        since = re.search(r"from (\d+) gpus", clause)
+        if since and int(row["gpus"] or dp) < int(since[1]):
+            return dp
+        size = re.search(r"(?:group|shard[a-z_ ]*|fsdp)[ =:(]+(\d+)", clause)
+        copies = re.search(r"replica[a-z_ ]*[ =:(]+(\d+)", clause)
+        product = re.search(r"(\d+) ?[x×] ?(\d+)", clause)
+        found = None
+        if size:
+            found = int(size[1])
+        elif copies:
+            found = dp // int(copies[1])
+        elif product and int(product[1]) * int(product[2]) == dp:
+            found = int(product[2])
+        elif hybrid and re.search(r"intra-?node|(?:with)?in (?:a |each |the )?node", clause):
+            found = min(dp, NODE)
+        if found and dp % found == 0:
+            return found
+    return None if hybrid else dp
+
+
+def micro_batch_of(row: Row) -> int:
+    """Return the sequences of a micro-batch; where a pipeline's are not said, what is usual.
+
+    torchtitan cuts a rank's batch into as many as there are stages, until 2025 as there are ranks
+    (torchtitan#781). Others have one.
+    """
+    if row["micro_batch"]:
+        return int(row["micro_batch"])
+    if "torchtitan" not in row["source"] or not row["global_batch_seqs"]:
+        return 1
+    stages = int(row["pp"]) * (int(row["vpp"] or 1) if month_of(row) >= "2025-01" else 1)
+    return max(1, int(row["global_batch_seqs"]) // int(row["dp"] or 1) // stages)
+
+
+def month_of(row: Row) -> str:
+    """Return year and month in the name of the row's page, as 2024-12; the last there is if none."""
+    found = re.search(r"_(20\d\d)-?(\d\d)", row.get("url_or_repo_path") or "")
+    return f"{found[1]}-{found[2]}" if found else "9999-12"
 
 
 def recompute_of(row: Row) -> str | None:
@@ -154,6 +234,8 @@ def shape_of(row: Row) -> ModelShape:
     return min(shapes, key=lambda shape: abs(shape.num_params() - stated))
 
 
+NODE: Final = 8
+"""GPUs of a node, where a source says that a node's shard."""
 DEEPSPEED_BUCKETS: Final = 4 * 5e8
 """reduce_bucket_size and allgather_bucket_size, by default 5e8 values each, in 16 bits."""
 EAGER_NORM: Final = 6
@@ -172,7 +254,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
         HOLDFAST,
         sequence_parallel=row["sequence_parallel"] == "1",
         attention_copies=1,
-        dtensor="fsdp2" in sharding,
+        dtensor=is_fsdp2(row),
         mlp_values=4 if gated else 2,
         fragmentation=wasted.new,
         loss_rows=0,
@@ -181,14 +263,15 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
     zero = int(found[1]) if (found := re.search(r"zero(\d)", sharding)) else 0
     if "liger" in note and "no liger" not in note:
         stack = replace(stack, mlp_values=3, chunked_loss=True)
-    if "fsdp" in sharding and "internevo" not in source:
-        return _of_fsdp(replace(stack, zero=zero or 3), precision, note)
+    if is_fsdp(row):
+        stack = replace(stack, zero=zero or 3, selective="alternate")
+        return _of_torchtitan(stack, row) if "torchtitan" in source else _of_fsdp(stack, row)
     stack = replace(
         stack,
         zero=zero,
         weights=2,
         # In 16 bits but for Megatron's own default; NeMo's logs say so (memory_allocated).
-        gradients=4 if "megatron" in note or zero == 0 else 2,
+        gradients=4 if ("megatron" in note and "internevo" not in source) or zero == 0 else 2,
         optimizer=0 if "offload" in sharding else 12,
         gathers_again=True,
         flash=not any(name in source for name in ("bloom", "2021", "2022", "vtrain")),
@@ -204,20 +287,39 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
 
 def is_old(row: Row) -> bool:
     """Return whether the run was without expandable segments."""
-    source = row["source"]
-    if "fsdp" in row["zero_or_fsdp_stage"] and "internevo" not in source:
-        return False
-    return not any(name in source for name in ("simumax", "nvidia", "stas", "megatron_moe"))
+    names = ("simumax", "nvidia", "stas", "megatron_moe")
+    return not is_fsdp(row) and not any(name in row["source"] for name in names)
 
 
-def _of_fsdp(stack: StackTraits, precision: str, note: str) -> StackTraits:
-    if precision == "bf16-pure":
+def is_fsdp(row: Row) -> bool:
+    """Return whether the row's sharding is torch's FSDP, of any version, or HSDP."""
+    sharding = row["zero_or_fsdp_stage"].lower()
+    return ("fsdp" in sharding or "hsdp" in sharding) and "internevo" not in row["source"]
+
+
+def _of_fsdp(stack: StackTraits, row: Row) -> StackTraits:
+    if row["precision"] == "bf16-pure":
         stack = replace(stack, weights=2, gradients=2, optimizer=4)
-    if "mpt" in note:  # its fused cross-entropy writes the gradient over the logits
+    if "mpt" in row["note"].lower():  # its fused cross-entropy writes the gradient over the logits
         stack = replace(stack, logit_bytes=4)
-    if "compile" in note:  # silu and the product are computed again
-        stack = replace(stack, mlp_values=3)
-    return replace(stack, selective="alternate")
+    return stack
+
+
+def _of_torchtitan(stack: StackTraits, row: Row) -> StackTraits:
+    """Return torchtitan's traits, by the month of the row's page.
+
+    Its float8 is meant to be compiled (docs/float8.md); then silu and the product are computed
+    again, and the product of the feed-forward's last matrix is not kept, which backward does not
+    read. Its loss is compiled since torchtitan#1033, which reads and writes logits in bf16 only
+    (off by #755 before). Embedding and head left the root's group with #1094. torch 2.8 frees what
+    stages sent (pytorch#153383).
+    """
+    month = month_of(row)
+    stack = replace(stack, root_group=month < "2025-08", outputs_kept=month < "2025-05")
+    if "compile" not in row["note"].lower() and row["precision"] != "fp8":
+        return stack
+    stack = replace(stack, mlp_values=3, selective="read")
+    return replace(stack, logit_bytes=4) if month >= "2025-04" else stack
 
 
 def _of_zero(stack: StackTraits, precision: str, note: str, source: str) -> StackTraits:

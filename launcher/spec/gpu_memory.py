@@ -94,9 +94,10 @@ class StackTraits:
     """Inputs of matmuls are kept in one byte a value (Transformer Engine)."""
     flash: bool = True
     """Attention's scores are never written."""
-    selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
+    selective: Literal["matmuls", "alternate", "read", "attention"] = "matmuls"
     """What selective recompute keeps: every other matmul's product but those narrower than their
-    input (Holdfast), every other one (torchtitan), all but attention's scores (Megatron)."""
+    input (Holdfast), every other one (torchtitan), of these what backward reads (torchtitan
+    compiled: not the last matrix's), all but attention's scores (Megatron)."""
     logit_bytes: float = 14
     """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
     scattered: int = 1
@@ -114,6 +115,16 @@ class StackTraits:
     """As a share of what comes and goes."""
     buffers: float = 0
     """Bytes of a stack's own communication buffers."""
+    root_group: bool = False
+    """Embedding and head are one group of FSDP, whole from the first forward to the last backward
+    (torchtitan until 2025)."""
+    outputs_kept: bool = False
+    """A pipeline's stages keep what they sent until the step is over, the last one its logits
+    (torch before 2.8, pytorch#153383)."""
+    pools: bool = False
+    """Count what FSDP's streams keep reserved: the allocator has a pool for each stream, so what
+    the all-gathers' and reduce-scatters' have at most is not the forward's (pytorch#129721). Under
+    want it is given back: that a job fits does not depend on it."""
     step: float = 0
     """Bytes per parameter that the optimizer's step has for its own while. A fused AdamW has none;
     torch's others keep a square root and a denominator."""
@@ -173,7 +184,7 @@ def rank_bytes(
     `layout` is legal for the work, `micro_batches` are those per step and dp rank.
     """
     rank = _Rank(work, layout, micro_batches, pp_rank, stack)
-    fullest = max(rank.moments(), key=sum)
+    fullest = max(map(rank.reserved, rank.moments()), key=sum)
     always = rank.always()
     passing = sum(fullest) + always
     return RankBytes(
@@ -248,6 +259,8 @@ class _Rank:
         """Parameters of the embedding, and of the head."""
         one = self.first and self.last and shape.tie_embeddings
         self.tables = self.table * (1 if one else self.first + self.last)
+        self.group = self.tables if stack.root_group else min(self.table, self.tables)
+        """Parameters of the largest of FSDP's groups outside of the layers."""
         self.whole = sum(self.layers) * self.layer + self.tables
         """Parameters of this rank's stages when they are whole."""
         self.params = sum(self.layers) * layer + self.tables
@@ -261,9 +274,27 @@ class _Rank:
         """
         if not (self.fsdp and self.pipeline):
             return self.stack.buffers
-        sides = 2 * len(self.layers) - self.first - self.last
-        received = sides * self.micro_batches * self.value * self.tokens * self.part
-        return self.stack.buffers + received + self.value * self.whole
+        stages = len(self.layers)
+        moved = self.micro_batches * self.value * self.tokens * self.part
+        passed = moved * (2 * stages - self.first - self.last)
+        if self.stack.outputs_kept:
+            passed += moved * (stages - self.last)
+            passed += self.micro_batches * self.value * self.num_logits * self.last
+        return self.stack.buffers + passed + self.value * self.whole
+
+    def reserved(self, moment: _Moment) -> _Moment:
+        """Return `moment` with what the streams of FSDP's collectives keep reserved at most.
+
+        Of the all-gathers a group and the layer after it, flat; of the reduce-scatters the
+        reduced gradients of all parameters, of which those that are there are a part.
+        """
+        if not (self.fsdp and self.stack.pools):
+            return moment
+        gathers = self.value * (max(self.group, self.layer) + self.layer)
+        reduced = self.stack.gradients * self.params / self.shards
+        whole = self.pipeline or self.work.no_sync
+        gradients = moment.gradients + reduced if whole else max(moment.gradients, reduced)
+        return moment._replace(gathered=moment.gathered + gathers, gradients=gradients)
 
     def moments(self) -> Iterator[_Moment]:
         """Yield the moments that may be the fullest.
@@ -275,10 +306,9 @@ class _Rank:
         for in_flight, held in self.backwards(summed):
             yield from self.backward(in_flight, held, summed)
         if self.fsdp:  # from a flat fp32 buffer
-            table = min(self.table, self.tables)
-            gradients = self.value * table if self.alone else 0.0
+            gradients = self.value * self.group if self.alone else 0.0
             reduced = self.stack.gradients * self.params / self.shards
-            yield _Moment(0.0, 0.0, gradients + 4 * table, summed + reduced)
+            yield _Moment(0.0, 0.0, gradients + 4 * self.group, summed + reduced)
         shards = self.shards if self.stack.zero >= 1 else 1
         yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 
@@ -307,9 +337,11 @@ class _Rank:
         kept = self.kept(self.work.recompute)
         activations = sum(n * m for n, m in zip(self.layers, in_flight, strict=True)) * kept
         # With a pipeline all is whole from the first forward to the end. Else the head is from its
-        # forward to its backward; a tied one is to the end, and so is its gradient.
-        head = self.value * self.table if self.alone else 0.0
-        tied = 2 * head if self.work.shape.tie_embeddings else 0.0
+        # forward to its backward; one in a group with the embedding is to the end, and so is its
+        # gradient.
+        head = self.value * self.group if self.alone else 0.0
+        shared = self.work.shape.tie_embeddings or self.stack.root_group
+        tied = head + self.value * self.table if self.alone and shared else 0.0
         # FSDP alone has this layer and the next one whole, and the flat fp32 gradients that were
         # reduced last: the head's, then those of the layer above.
         flat = 4 * self.layer if self.alone else 0.0
@@ -356,8 +388,9 @@ class _Rank:
         if self.alone and not tied:
             # The head's gradient, and the same flat; the last layer is coming.
             larger = head + 4 * self.table + self.value * self.layer
-            # The trainer keeps no logits, other stacks do.
-            yield _Moment(activations, 0.0 if self.stack.loss_rows else logits, larger, held)
+            # The trainer keeps no logits, other stacks do that have all of them.
+            gone = self.stack.loss_rows or self.stack.chunked_loss
+            yield _Moment(activations, 0.0 if gone else logits, larger, held)
 
     def summed(self) -> float:
         """Return the bytes of the gradients of a step's micro-batches, added up.
@@ -432,8 +465,8 @@ class _Rank:
         log_sums = 4 * self.tokens * self.heads
         if recompute == "selective" and stack.selective != "attention":
             products = self.q + self.chosen * self.ffn
-            if stack.selective == "alternate":
-                products += self.kv + self.width
+            if stack.selective in ("alternate", "read"):
+                products += self.kv + (self.width if stack.selective == "alternate" else 0)
             elif self.work.shape.num_kv_heads * self.work.shape.head_size == self.width:
                 products += self.kv  # of values, where they are as wide as their input
             return one * (self.part + products + self.q + self.reduced) + log_sums
