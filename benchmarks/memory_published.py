@@ -238,6 +238,8 @@ NODE: Final = 8
 """GPUs of a node, where a source says that a node's shard."""
 DEEPSPEED_BUCKETS: Final = 4 * 5e8
 """reduce_bucket_size and allgather_bucket_size, by default 5e8 values each, in 16 bits."""
+DEEPSPEED_LIVE: Final = 2 * 1e9
+"""stage3_max_live_parameters, by default 1e9, in 16 bits: of so many, ZeRO-3 lets none go."""
 EAGER_NORM: Final = 6
 """LLaMA's RMSNorm in transformers: its input in fp32, and the normalised values."""
 
@@ -253,6 +255,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
     stack = replace(
         HOLDFAST,
         sequence_parallel=row["sequence_parallel"] == "1",
+        gathers_keys=False,
         attention_copies=1,
         dtensor=is_fsdp2(row),
         mlp_values=4 if gated else 2,
@@ -323,8 +326,11 @@ def _of_torchtitan(stack: StackTraits, row: Row) -> StackTraits:
 
 
 def _of_zero(stack: StackTraits, precision: str, note: str, source: str) -> StackTraits:
-    if "nvidia" in source:  # Megatron's fused SwiGLU, as its recipes have it
-        stack = replace(stack, mlp_values=3, logit_bytes=6, fp8_inputs="fp" in precision)
+    gated = stack.mlp_values == 4
+    if gated and ("nvidia" in source or "megatron" in note):  # its fused SwiGLU, on by default
+        stack = replace(stack, mlp_values=3)
+    if "nvidia" in source:  # as its recipes have it
+        stack = replace(stack, logit_bytes=6, fp8_inputs="fp" in precision)
     if "internevo" in source:
         # At the step fp32 copies of the gradients (HybridZeroOptimizer, FSDPadaptOptimizer), and
         # torch.optim.AdamW's square root and denominator (torch 1.13 and 2.0, its requirements).
@@ -338,7 +344,7 @@ def _of_zero(stack: StackTraits, precision: str, note: str, source: str) -> Stac
             stack,
             gradients=6 if summed else 2,
             step=0 if summed or not stack.optimizer else 4,
-            buffers=DEEPSPEED_BUCKETS,
+            buffers=DEEPSPEED_BUCKETS + (DEEPSPEED_LIVE if stack.zero == 3 else 0),
         )
     if "alephalpha" in source:
         # Aleph-Alpha/scaling: TransformerLMHead gathers the logits, CrossEntropyLoss is torch's in

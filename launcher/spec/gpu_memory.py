@@ -84,6 +84,9 @@ class StackTraits:
     """Tensor parallelism by DTensor: the gradient of an embedding whose vocabulary is split over tp
     is whole on every rank until it is reduced, and unless `loss_rows` says otherwise its parallel
     loss has one more copy of the logits in fp32 (4 bytes each)."""
+    gathers_keys: bool = True
+    """Keys and values of all cp ranks are kept; else those of this rank, as a ring or an all-to-all
+    leaves them (Transformer Engine, torch's ring attention)."""
     attention_copies: int = 2
     """Of attention's output: as flash leaves it, and with its heads side by side."""
     mlp_values: int = 4
@@ -471,7 +474,8 @@ class _Rank:
                 products += self.kv  # of values, where they are as wide as their input
             return one * (self.part + products + self.q + self.reduced) + log_sums
         branch = self.part if stack.gathers_again else self.width
-        values = 2 * self.part + 2 * branch + self.q + 2 * self.kv * self.layout.cp
+        values = 2 * self.part + 2 * branch + self.q
+        values += 2 * self.kv * (self.layout.cp if stack.gathers_keys else 1)
         values += stack.attention_copies * self.q + self.chosen * stack.mlp_values * self.ffn
         if self.mixture:  # the router's input is split; experts' rows go in and come out
             values += self.part - branch + 2 * self.chosen * self.width
