@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +80,11 @@ class Judged:
         """Relative error of the peak."""
         assert self.measured_gib is not None
         return abs(self.predicted_gib / self.measured_gib - 1)
+
+    @property
+    def false_fit(self) -> bool:
+        """Whether it went out of memory and was predicted to fit."""
+        return self.out_of_memory and not self.predicted_oom
 
 
 def judge(rows: list[Row], wasted: Wasted = SHIPPED) -> Iterator[Judged]:
@@ -188,21 +193,21 @@ def shards_of(row: Row) -> int | None:
 def micro_batch_of(row: Row) -> int:
     """Return the sequences of a micro-batch; where a pipeline's are not said, what is usual.
 
-    torchtitan cuts a rank's batch into as many as there are stages, until 2025 as there are ranks
-    (torchtitan#781). Others have one.
+    torchtitan cuts a rank's batch into as many as there are stages (`microbatches` in its
+    config_manager.py). Others have one sequence.
     """
     if row["micro_batch"]:
         return int(row["micro_batch"])
     if "torchtitan" not in row["source"] or not row["global_batch_seqs"]:
         return 1
-    stages = int(row["pp"]) * (int(row["vpp"] or 1) if month_of(row) >= "2025-01" else 1)
-    return max(1, int(row["global_batch_seqs"]) // int(row["dp"] or 1) // stages)
+    stages = int(row["pp"]) * int(row["vpp"] or 1)
+    return max(1, int(row["global_batch_seqs"]) // (int(row["dp"] or 1) * stages))
 
 
 def month_of(row: Row) -> str:
-    """Return year and month in the name of the row's page, as 2024-12; the last there is if none."""
-    found = re.search(r"_(20\d\d)-?(\d\d)", row.get("url_or_repo_path") or "")
-    return f"{found[1]}-{found[2]}" if found else "9999-12"
+    """Return year and month in the name of the row's page, as 2024-12; without one, the latest."""
+    found = re.search(r"[_(](20\d\d)-?(\d\d)?(?!\d)", row.get("url_or_repo_path") or "")
+    return f"{found[1]}-{found[2] or '01'}" if found else "9999-12"
 
 
 def recompute_of(row: Row) -> str | None:
@@ -267,8 +272,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
     if "liger" in note and "no liger" not in note:
         stack = replace(stack, mlp_values=3, chunked_loss=True)
     if is_fsdp(row):
-        stack = replace(stack, zero=zero or 3, selective="alternate")
-        return _of_torchtitan(stack, row) if "torchtitan" in source else _of_fsdp(stack, row)
+        return _of_fsdp(replace(stack, zero=zero or 3, selective="alternate"), row)
     stack = replace(
         stack,
         zero=zero,
@@ -301,28 +305,33 @@ def is_fsdp(row: Row) -> bool:
 
 
 def _of_fsdp(stack: StackTraits, row: Row) -> StackTraits:
+    note = row["note"].lower()
     if row["precision"] == "bf16-pure":
         stack = replace(stack, weights=2, gradients=2, optimizer=4)
-    if "mpt" in row["note"].lower():  # its fused cross-entropy writes the gradient over the logits
-        stack = replace(stack, logit_bytes=4)
-    return stack
+    if "mpt" in note:  # its fused cross-entropy writes the gradient over the logits
+        return replace(stack, logit_bytes=4)
+    if row["recompute"].startswith("selective_layer"):
+        stack = replace(stack, selective="layers")
+    compiled = "compile" in note or row["precision"].startswith("fp8")
+    if compiled:  # silu and the product are computed again
+        stack = replace(stack, mlp_values=3)
+        if stack.selective == "alternate":
+            stack = replace(stack, selective="read")
+    if "torchtitan" in row["source"]:
+        return _of_torchtitan(stack, row, compiled=compiled)
+    return stack if compiled else replace(stack, norm_bytes=EAGER_NORM)
 
 
-def _of_torchtitan(stack: StackTraits, row: Row) -> StackTraits:
+def _of_torchtitan(stack: StackTraits, row: Row, *, compiled: bool) -> StackTraits:
     """Return torchtitan's traits, by the month of the row's page.
 
-    Its float8 is meant to be compiled (docs/float8.md); then silu and the product are computed
-    again, and the product of the feed-forward's last matrix is not kept, which backward does not
-    read. Its loss is compiled since torchtitan#1033, which reads and writes logits in bf16 only
-    (off by #755 before). Embedding and head left the root's group with #1094. torch 2.8 frees what
-    stages sent (pytorch#153383).
+    Its loss is compiled since torchtitan#1033, which reads and writes logits in bf16 only (off by
+    #755 before). Embedding and head left the root's group with #1094. torch 2.8 frees what stages
+    sent (pytorch#153383).
     """
     month = month_of(row)
     stack = replace(stack, root_group=month < "2025-08", outputs_kept=month < "2025-05")
-    if "compile" not in row["note"].lower() and row["precision"] != "fp8":
-        return stack
-    stack = replace(stack, mlp_values=3, selective="read")
-    return replace(stack, logit_bytes=4) if month >= "2025-04" else stack
+    return replace(stack, logit_bytes=4) if compiled and month >= "2025-04" else stack
 
 
 def _of_zero(stack: StackTraits, precision: str, note: str, source: str) -> StackTraits:
@@ -387,39 +396,60 @@ def main(path: Path, by: str, *, rows: bool, hold_out: bool) -> None:
         print(table(["held out", "torch", "fitted share", "peaks", "error"], held_out(known)))
         return
     judged = list(judge(known))
+    if rows:
+        for each in judged:
+            if each.measured_gib is not None:
+                print(_peak_line(each))
+    print(table([by, "peaks", "error", "runs", "right about memory", "missed"], by_group(judged, by)))
+    print()
+    for line in totals(judged, by):
+        print(line)
+    reasons = Counter(reason for row in known if (reason := left_out(row)))
+    print("left out:", "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()))
+
+
+def by_group(judged: list[Judged], by: str) -> Iterator[list[object]]:
+    """Yield a table's rows: name, peaks, mean error, runs, share right about memory, missed."""
     groups = defaultdict(list)
     for each in judged:
         groups[each.row[by]].append(each)
-    lines, errors, right = [], [], []
     for name, members in sorted(groups.items()):
-        peaks = [each for each in members if each.measured_gib is not None]
-        oom = [each.out_of_memory == each.predicted_oom for each in members]
-        right += oom
-        if peaks:
-            errors.append(mean(each.error for each in peaks))
-        missed = sum(each.out_of_memory and not each.predicted_oom for each in members)
-        lines.append(
-            [
-                name,
-                len(peaks),
-                f"{errors[-1]:.1%}" if peaks else "",
-                len(members),
-                f"{mean(oom):.1%}",
-                missed,
-            ]
-        )
-        for each in peaks if rows else []:
-            row = each.row
-            degrees = " ".join(f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "dp"))
-            print(
-                f"{name:.12} {row['model']} {degrees} seq {row['seq']} x {row['micro_batch']} "
-                f"{row['recompute']}: {each.measured_gib} measured, {each.predicted_gib:.1f}"
-            )
-    print(table([by, "peaks", "error", "runs", "right about memory", "missed"], lines))
-    every = [each.error for each in judged if each.measured_gib is not None]
-    print(
-        f"\nmacro error over {len(errors)} groups {mean(errors):.1%}, over {len(every)} peaks "
-        f"{mean(every):.1%}; right about {mean(right):.1%} of {len(right)} runs"
+        errors = [each.error for each in members if each.measured_gib is not None]
+        error = f"{mean(errors):.1%}" if errors else ""
+        right = mean(each.out_of_memory == each.predicted_oom for each in members)
+        missed = sum(each.false_fit for each in members)
+        yield [name, len(errors), error, len(members), f"{right:.1%}", missed]
+
+
+def totals(judged: list[Judged], by: str) -> Iterator[str]:
+    """Yield lines of what holds over all rows."""
+    peaks = [each for each in judged if each.measured_gib is not None]
+    errors = defaultdict(list)
+    for each in peaks:
+        errors[each.row[by]].append(each.error)
+    macro = mean(mean(found) for found in errors.values())
+    over_all = mean(each.error for each in peaks)
+    yield (
+        f"macro error over {len(errors)} groups {macro:.1%}, over {len(peaks)} peaks {over_all:.1%}"
+    )
+    low = sum(each.predicted_gib < 0.9 * (each.measured_gib or 0) for each in peaks)
+    yield f"more than 10 % too low: {low} of {len(peaks)} peaks ({low / len(peaks):.1%})"
+    right = mean(each.out_of_memory == each.predicted_oom for each in judged)
+    yield f"right about memory: {right:.1%} of {len(judged)} runs"
+    lost = sum(each.out_of_memory for each in judged)
+    missed = sum(each.false_fit for each in judged)
+    yield (
+        f'false "fits": {missed} of {len(judged)} runs ({missed / len(judged):.1%}), '
+        f"of {lost} that went out of memory"
+    )
+
+
+def _peak_line(each: Judged) -> str:
+    row = each.row
+    degrees = " ".join(f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "dp"))
+    return (
+        f"{row['source']:.12} {row['model']} {degrees} seq {row['seq']} x {micro_batch_of(row)} "
+        f"{row['recompute']}: {each.measured_gib} measured, {each.predicted_gib:.1f}"
     )
 
 

@@ -97,10 +97,11 @@ class StackTraits:
     """Inputs of matmuls are kept in one byte a value (Transformer Engine)."""
     flash: bool = True
     """Attention's scores are never written."""
-    selective: Literal["matmuls", "alternate", "read", "attention"] = "matmuls"
+    selective: Literal["matmuls", "alternate", "read", "layers", "attention"] = "matmuls"
     """What selective recompute keeps: every other matmul's product but those narrower than their
     input (Holdfast), every other one (torchtitan), of these what backward reads (torchtitan
-    compiled: not the last matrix's), all but attention's scores (Megatron)."""
+    compiled: not the last matrix's), all of every other layer, all but attention's scores
+    (Megatron)."""
     logit_bytes: float = 14
     """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
     scattered: int = 1
@@ -465,6 +466,8 @@ class _Rank:
         stack, one = self.stack, self.value * self.tokens
         if recompute == "full":
             return one * (self.part + self.reduced)
+        if recompute == "selective" and stack.selective == "layers":
+            return (self.kept("full") + self.kept("none")) / 2
         log_sums = 4 * self.tokens * self.heads
         if recompute == "selective" and stack.selective != "attention":
             products = self.q + self.chosen * self.ffn
