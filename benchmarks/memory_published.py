@@ -3,11 +3,15 @@
     python benchmarks/memory_published.py ROWS.csv [--by source|model|gpu] [--rows]
     python benchmarks/memory_published.py ROWS.csv --hold-out
 
-ROWS.csv has a run a row: source, model, layers, hidden, ffn, heads, kv_heads, vocab, gpu, tp, cp,
-pp, vpp, dp, zero_or_fsdp_stage, seq, micro_batch, precision, recompute, sequence_parallel,
-peak_mem_gb and note, in which `oom=1` marks a run that went out of memory and `Q=C` one whose
-figures contradict each other. What a training stack keeps is said by `stack_of`; nothing else is
-known of a row than its columns.
+ROWS.csv has a run a row: source, model, params_b, layers, hidden, ffn, heads, kv_heads, vocab, gpu,
+gpus, tp, cp, pp, vpp, dp, zero_or_fsdp_stage, seq, global_batch_seqs, micro_batch, precision,
+recompute, sequence_parallel, peak_mem_gb, url_or_repo_path and note, in which `oom=1` marks a run
+that went out of memory and `Q=C` one whose figures contradict each other. What a training stack
+keeps is said by `stack_of`; nothing else is known of a row than its columns.
+
+A peak is what the note says was read: `max_allocated`, `reserved`, else nvidia-smi. Whether a run
+fits is asked of what it needs: what lies free in the pools of other streams is given back before
+memory runs out. A false "fits" is a run that went out of memory and was predicted not to.
 
 Two numbers no source gives, the shares that torch's allocator wastes. `--hold-out` fits each on all
 sources but one and judges that one. Everything else in `stack_of` is from the code or the page it
@@ -96,28 +100,27 @@ def judge(rows: list[Row], wasted: Wasted = SHIPPED) -> Iterator[Judged]:
 
 def left_out(row: Row) -> str | None:
     """Return why `row` cannot be judged, None where it can."""
-    if "Q=C" in row["note"]:
-        return "figures contradict each other"
-    if not all(row[key] for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq")):
-        return "a dimension is not said"
-    if "moe=1" in row["note"] or "cpu_offloading" in row["note"]:
-        return "a mixture, or activations on the host"
-    if device_memory_gib(row["gpu"]) is None:
-        return "unknown GPU"
-    if recompute_of(row) is None:
-        return "recompute is not said"
-    if not (row["micro_batch"] or row["pp"] != "1"):
-        return "micro-batch is not said"
-    if shards_of(row) is None:
-        return "ranks that shard are not said"
-    return None
+    dimensions = ("layers", "hidden", "ffn", "heads", "vocab", "seq")
+    reasons = {
+        "figures contradict each other": "Q=C" in row["note"],
+        "a dimension is not said": not all(row[key] for key in dimensions),
+        "a mixture of experts": "moe=1" in row["note"],
+        "activations on the host": "cpu_offloading" in row["note"],
+        "unknown GPU": device_memory_gib(row["gpu"]) is None,
+        "recompute is not said": recompute_of(row) is None,
+        "micro-batch is not said": not row["micro_batch"] and row["pp"] == "1",
+        "how many ranks shard is not said": shards_of(row) is None,
+    }
+    return next((reason for reason, so in reasons.items() if so), None)
 
 
 def _judged(row: Row, wasted: Wasted) -> Judged:
     shards = shards_of(row)
     memory = device_memory_gib(row["gpu"])
     recompute = recompute_of(row)
-    assert shards and memory and recompute, "see left_out"
+    assert shards, "see left_out"
+    assert memory, "see left_out"
+    assert recompute, "see left_out"
     dp = int(row["dp"] or 1)
     layout = ParallelLayout(
         dp=dp,
@@ -157,36 +160,26 @@ def is_fsdp2(row: Row) -> bool:
 
 
 def shards_of(row: Row) -> int | None:
-    """Return how many ranks of dp state is sharded over; None where nobody says.
+    """Return how many ranks of dp the state is sharded over; None where nobody says.
 
-    All of them, but for a part of them that is named (`zero1(group 8)`, `FSDP=128 x DP from 512
-    GPUs`, `dp_shard=8`, `replicate 4`, `4x64` of dp 256: copies times shards).
+    All of them, or the part that is named: `zero1(group 8)`, `FSDP=128 x DP from 512 GPUs`,
+    `dp_shard=8`, `replicate 4`, `4 x 64` of dp 256 (copies first, as in torchtitan's mesh), or
+    `intra-node`. For HSDP it may be in the note.
     """
     dp = int(row["dp"] or 1)
     stage = row["zero_or_fsdp_stage"].lower()
-    hybrid = "hsdp" in stage or "not stated" in stage or "hybrid" in stage
-    clauses = stage.split(";")
-    if hybrid:
-        words = ("shard", "replica", "hsdp", "fsdp", "node")
-        clauses += [each for each in row["note"].lower().split(";") if any(w in each for w in words)]
-    for clause in clauses:
+    hybrid = any(word in stage for word in ("hsdp", "hybrid", "not stated"))
+    for clause in (f"{stage};{row['note'].lower()}" if hybrid else stage).split(";"):
         since = re.search(r"from (\d+) gpus", clause)
-        if since and int(row["gpus"] or dp) < int(since[1]):
+        if since and int(row["gpus"]) < int(since[1]):
             return dp
-        size = re.search(r"(?:group|shard[a-z_ ]*|fsdp)[ =:(]+(\d+)", clause)
-        copies = re.search(r"replica[a-z_ ]*[ =:(]+(\d+)", clause)
-        product = re.search(r"(\d+) ?[x×] ?(\d+)", clause)
-        found = None
-        if size:
-            found = int(size[1])
-        elif copies:
-            found = dp // int(copies[1])
-        elif product and int(product[1]) * int(product[2]) == dp:
-            found = int(product[2])
-        elif hybrid and re.search(r"intra-?node|(?:with)?in (?:a |each |the )?node", clause):
-            found = min(dp, NODE)
-        if found and dp % found == 0:
-            return found
+        named = [int(n) for n in re.findall(r"(?:group|shard[a-z_ ]*|fsdp)[ =:(]+(\d+)", clause)]
+        named += [dp // int(n) for n in re.findall(r"replica[a-z_ ]*[ =:(]+(\d+)", clause)]
+        pairs = re.findall(r"(\d+) ?x ?(\d+)", clause)
+        named += [int(shard) for copies, shard in pairs if int(copies) * int(shard) == dp]
+        named += [min(dp, NODE)] * ("intra-node" in clause)
+        if named and dp % named[0] == 0:
+            return named[0]
     return None if hybrid else dp
 
 
@@ -326,11 +319,10 @@ def _of_torchtitan(stack: StackTraits, row: Row, *, compiled: bool) -> StackTrai
     """Return torchtitan's traits, by the month of the row's page.
 
     Its loss is compiled since torchtitan#1033, which reads and writes logits in bf16 only (off by
-    #755 before). Embedding and head left the root's group with #1094. torch 2.8 frees what stages
-    sent (pytorch#153383).
+    #755 before). Embedding and head left the root's group with #1094.
     """
     month = month_of(row)
-    stack = replace(stack, root_group=month < "2025-08", outputs_kept=month < "2025-05")
+    stack = replace(stack, root_group=month < "2025-08", outputs_kept=True)
     return replace(stack, logit_bytes=4) if compiled and month >= "2025-04" else stack
 
 
@@ -400,7 +392,8 @@ def main(path: Path, by: str, *, rows: bool, hold_out: bool) -> None:
         for each in judged:
             if each.measured_gib is not None:
                 print(_peak_line(each))
-    print(table([by, "peaks", "error", "runs", "right about memory", "missed"], by_group(judged, by)))
+    head = [by, "peaks", "error", "runs", "right about memory", "missed"]
+    print(table(head, by_group(judged, by)))
     print()
     for line in totals(judged, by):
         print(line)

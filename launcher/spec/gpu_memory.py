@@ -121,10 +121,10 @@ class StackTraits:
     """Bytes of a stack's own communication buffers."""
     root_group: bool = False
     """Embedding and head are one group of FSDP, whole from the first forward to the last backward
-    (torchtitan until 2025)."""
+    (torchtitan until #1094 of 2025)."""
     outputs_kept: bool = False
-    """A pipeline's stages keep what they sent until the step is over, the last one its logits
-    (torch before 2.8, pytorch#153383)."""
+    """A pipeline's stages keep what they sent until the step is over (torch before 2.8,
+    pytorch#153383), the last one its logits (also later, pytorch#159251)."""
     pools: bool = False
     """Count what FSDP's streams keep reserved: the allocator has a pool for each stream, so what
     the all-gathers' and reduce-scatters' have at most is not the forward's (pytorch#129721). Under
