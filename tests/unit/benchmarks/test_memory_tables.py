@@ -74,6 +74,78 @@ def test_published_runs_are_judged_by_their_columns(load):
     assert list(published.judge(unknown)) == []
 
 
+@pytest.mark.parametrize(
+    ("stage", "dp", "note", "shards"),
+    [
+        ("fsdp2(zero3)", 64, "Q=A; shard 8", 64),
+        ("fsdp2(zero3) shard 32", 32, "", 32),
+        ("zero1(group 8 = intra-node)", 64, "", 8),
+        ("fsdp(zero3); hsdp FSDP=128 x DP from 512 GPUs", 256, "", 256),
+        ("fsdp(zero3); hsdp FSDP=128 x DP from 512 GPUs", 1024, "", 128),
+        ("hsdp", 64, "Q=A; dp_replicate=4; eager", 16),
+        ("hsdp", 64, "Q=A; dp_shard=8; eager", 8),
+        ("fsdp2(zero3), hsdp 4x64", 256, "", 64),
+        ("hsdp, intra-node", 4, "", 4),
+        ("hsdp", 64, "Q=A", None),
+        ("fsdp(zero3)+dp (split not stated)", 64, "", None),
+    ],
+)
+def test_state_is_sharded_over_the_ranks_that_a_row_names(load, stage, dp, note, shards):
+    row = {"zero_or_fsdp_stage": stage, "dp": str(dp), "gpus": str(dp), "note": note}
+    assert load("memory_published").shards_of(row) == shards
+
+
+def test_hsdp_needs_more_than_fsdp_and_is_left_out_where_its_shards_are_not_said(load):
+    published = load("memory_published")
+    (row, _) = published.csv.DictReader([HEAD, *ROWS.splitlines()])
+    hybrid = {**row, "zero_or_fsdp_stage": "fsdp2(zero3) hsdp", "note": "Q=A; reserved; dp_shard=8"}
+    whole, part = published.judge([row, hybrid])
+    copies = 16 * 8.03e9 * (1 / 8 - 1 / 128) / 2**30
+    assert part.predicted_gib - whole.predicted_gib == pytest.approx(copies, rel=0.02)
+    unknown = {**hybrid, "note": "Q=A; reserved"}
+    assert list(published.judge([unknown])) == []
+    assert (published.left_out(hybrid), published.left_out(unknown) is None) == (None, False)
+
+
+def test_a_pipeline_cuts_a_batch_into_as_many_micro_batches_as_stages(load):
+    micro_batch_of = load("memory_published").micro_batch_of
+    row = {"source": "torchtitan", "micro_batch": "", "global_batch_seqs": "256", "dp": "8",
+           "pp": "8", "vpp": "1"}  # fmt: skip
+    assert micro_batch_of(row) == 4
+    assert micro_batch_of({**row, "vpp": "2"}) == 2
+    assert micro_batch_of({**row, "micro_batch": "3"}) == 3
+    assert micro_batch_of({**row, "source": "llama3_paper"}) == 1
+
+
+def test_what_a_stack_keeps_follows_the_month_of_its_page(load):
+    """torchtitan's loss was not compiled in December 2024, and was in June 2025."""
+    published = load("memory_published")
+    (row, _) = published.csv.DictReader([HEAD, *ROWS.splitlines()])
+    compiled = {**row, "note": "Q=A; reserved; compile"}
+    pages = ("benchmarks/llama3_h100_202412_torchtitan.md", "benchmarks/llama3_2025-06_x.md")
+    old, new = ({**compiled, "url_or_repo_path": page} for page in pages)
+    assert [published.month_of(each) for each in (old, new, row)] == [
+        "2024-12",
+        "2025-06",
+        "9999-12",
+    ]
+    before, after = published.judge([old, new])
+    assert before.predicted_gib - after.predicted_gib > 10
+
+
+def test_totals_count_false_fits_and_peaks_that_are_too_low(load):
+    published = load("memory_published")
+    fits, lacks = published.judge(list(published.csv.DictReader([HEAD, *ROWS.splitlines()])))
+    lost = published.replace(fits, out_of_memory=True, measured_gib=2 * fits.predicted_gib)
+    assert [each.false_fit for each in (fits, lacks, lost)] == [False, False, True]
+    macro, low, right, false_fits = published.totals([fits, lacks, lost], "source")
+    assert re.findall(r"[\d.]+%", macro)[0] == f"{(fits.error + lost.error) / 2:.1%}"
+    assert "1 of 2" in low
+    assert "66.7%" in right
+    assert "1 of 3" in false_fits
+    assert [missed for *_, missed in published.by_group([fits, lacks, lost], "source")] == [1]
+
+
 def test_a_source_that_is_held_out_is_judged_by_the_others(load):
     published = load("memory_published")
     rows = list(published.csv.DictReader([HEAD, *ROWS.splitlines(), *INTERNEVO.splitlines()]))

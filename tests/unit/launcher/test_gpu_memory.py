@@ -101,6 +101,81 @@ def test_interleaved_stages_keep_more():
     assert rank_bytes(work(interleave=2), layout, 16).activations > plain.activations
 
 
+def test_streams_keep_their_most_reserved_but_a_job_needs_less():
+    """Beside the loss, of gradients all and of gathered ones two groups: table and layer."""
+    layout, table = ParallelLayout(dp=64), LLAMA.vocab_size * LLAMA.dim
+    needed = rank_bytes(work(), layout, 1)
+    reserved = rank_bytes(work(), layout, 1, stack=dataclasses.replace(HOLDFAST, pools=True))
+    outside = 2 * table + LLAMA.dim
+    layer = (LLAMA.num_params() - outside) / LLAMA.num_layers
+    assert reserved.gathered - needed.gathered == pytest.approx(2 * (table + layer), rel=1e-6)
+    gradients = max(needed.gradients, 4 * LLAMA.num_params() / 64)
+    assert reserved.gradients == pytest.approx(gradients, rel=1e-6)
+
+
+def test_a_root_group_is_whole_to_the_end():
+    """Where the loss is fullest: the embedding beside the head, in bf16."""
+    eager = StackTraits(loss_rows=0)
+    own, root = (
+        rank_bytes(work(recompute="full"), ParallelLayout(dp=64), 2, stack=each)
+        for each in (eager, dataclasses.replace(eager, root_group=True))
+    )
+    assert own.logits == root.logits > 0
+    assert root.gathered - own.gathered == 2 * LLAMA.vocab_size * LLAMA.dim
+
+
+@pytest.mark.parametrize(("rank", "values"), [(0, 4096), (1, 4096), (3, 128256)])
+def test_stages_may_keep_what_they_sent(rank, values):
+    """The last stage's are logits: of each micro-batch those of one rank of tp."""
+    kept = StackTraits(outputs_kept=True)
+    layout = ParallelLayout(pp=4, tp=8)
+    some, more = (rank_bytes(work(), layout, 8, rank, stack) for stack in (HOLDFAST, kept))
+    assert more.gathered - some.gathered == 8 * 2 * 8192 * values / 8
+
+
+def test_a_chunked_loss_keeps_no_logits():
+    whole, chunked = (
+        rank_bytes(work(recompute="full"), ParallelLayout(dp=64), 1, stack=each)
+        for each in (StackTraits(loss_rows=0), StackTraits(loss_rows=0, chunked_loss=True))
+    )
+    assert chunked.logits == 0 < whole.logits
+
+
+@pytest.mark.parametrize(
+    ("selective", "columns"),
+    [
+        # x, queries, values, attention, the gate and the feed-forward's output.
+        ("alternate", 4 * 4096 + 1024 + 14336),
+        ("read", 3 * 4096 + 1024 + 14336),
+        # Half of what a layer keeps that is not done again, and half of its input.
+        ("layers", (7 * 4096 + 2 * 1024 + 4 * 14336 + 4096) / 2),
+    ],
+)
+def test_selective_recompute_of_other_stacks(selective, columns):
+    deep, shallow = (
+        rank_bytes(
+            work(shape=dataclasses.replace(LLAMA, num_layers=count), recompute="selective"),
+            ParallelLayout(dp=64),
+            1,
+            stack=StackTraits(selective=selective),
+        )
+        for count in (9, 8)
+    )
+    log_sums = 4 * 32 * 8192 / (2 if selective == "layers" else 1)
+    assert deep.activations - shallow.activations == 2 * columns * 8192 + log_sums
+
+
+def test_a_ring_keeps_its_own_keys_and_values():
+    layout = ParallelLayout(dp=16, cp=4, pp=4)
+    gathered, ring = (
+        rank_bytes(work(seq_len=32768), layout, 8, 1, StackTraits(gathers_keys=each))
+        for each in (True, False)
+    )
+    in_flight = 3 * 9  # three micro-batches of nine layers
+    others = 2 * 1024 * (4 - 1)
+    assert gathered.activations - ring.activations == in_flight * 2 * 8192 * others
+
+
 @pytest.mark.parametrize("shape", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_every_family_and_precision_has_bytes(shape, recompute):
