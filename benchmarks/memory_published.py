@@ -64,7 +64,7 @@ class Wasted(NamedTuple):
     new: float
 
 
-SHIPPED: Final = Wasted(old=0.35, new=FRAGMENTATION)
+SHIPPED: Final = Wasted(old=0.32, new=FRAGMENTATION)
 """Old: fitted to the peaks of InternEvo alone."""
 
 
@@ -171,7 +171,7 @@ def shards_of(row: Row) -> int | None:
     hybrid = any(word in stage for word in ("hsdp", "hybrid", "not stated"))
     for clause in (f"{stage};{row['note'].lower()}" if hybrid else stage).split(";"):
         since = re.search(r"from (\d+) gpus", clause)
-        if since and int(row["gpus"]) < int(since[1]):
+        if since and int(row["gpus"] or dp) < int(since[1]):
             return dp
         named = [int(n) for n in re.findall(r"(?:group|shard[a-z_ ]*|fsdp)[ =:(]+(\d+)", clause)]
         named += [dp // int(n) for n in re.findall(r"replica[a-z_ ]*[ =:(]+(\d+)", clause)]
@@ -186,8 +186,8 @@ def shards_of(row: Row) -> int | None:
 def micro_batch_of(row: Row) -> int:
     """Return the sequences of a micro-batch; where a pipeline's are not said, what is usual.
 
-    torchtitan cuts a rank's batch into as many as there are stages (`microbatches` in its
-    config_manager.py). Others have one sequence.
+    torchtitan cuts a rank's batch into as many as there are stages: so its options say, and its
+    code since torchtitan#781 of January 2025; before, as many as ranks. Others have one sequence.
     """
     if row["micro_batch"]:
         return int(row["micro_batch"])
@@ -232,6 +232,8 @@ def shape_of(row: Row) -> ModelShape:
     return min(shapes, key=lambda shape: abs(shape.num_params() - stated))
 
 
+NCCL_COMMUNICATOR: Final = 544e6
+"""Of two ranks on A100; 688e6 of more (nccl#964, of 2023). Later ones connect when first used."""
 NODE: Final = 8
 """GPUs of a node, where a source says that a node's shard."""
 DEEPSPEED_BUCKETS: Final = 4 * 5e8
@@ -281,7 +283,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> StackTraits:
         logit_bytes=6 if "fusion" in note else 10,
     )
     if is_old(row):
-        stack = replace(stack, fragmentation=wasted.old)
+        stack = replace(stack, fragmentation=wasted.old, communicator=NCCL_COMMUNICATOR)
     return _of_zero(stack, precision, note, source)
 
 

@@ -119,6 +119,8 @@ class StackTraits:
     """As a share of what comes and goes."""
     buffers: float = 0
     """Bytes of a stack's own communication buffers."""
+    communicator: float = 0
+    """Bytes of NCCL's buffers for each axis of more than one rank, beside `CONTEXT_BYTES`."""
     root_group: bool = False
     """Embedding and head are one group of FSDP, whole from the first forward to the last backward
     (torchtitan until #1094 of 2025)."""
@@ -188,6 +190,7 @@ def rank_bytes(
     `layout` is legal for the work, `micro_batches` are those per step and dp rank.
     """
     rank = _Rank(work, layout, micro_batches, pp_rank, stack)
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     fullest = max(map(rank.reserved, rank.moments()), key=sum)
     always = rank.always()
     passing = sum(fullest) + always
@@ -198,7 +201,7 @@ def rank_bytes(
         activations=int(fullest.activations),
         logits=int(fullest.logits),
         gathered=int(always + fullest.gathered),
-        context=CONTEXT_BYTES,
+        context=int(CONTEXT_BYTES + axes * stack.communicator),
         fragmentation=int(stack.fragmentation * passing),
     )
 

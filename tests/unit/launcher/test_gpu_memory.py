@@ -133,6 +133,12 @@ def test_stages_may_keep_what_they_sent(rank, values):
     assert more.gathered - some.gathered == 8 * 2 * 8192 * values / 8
 
 
+def test_each_axis_may_have_a_communicator():
+    stack = StackTraits(communicator=5e8)
+    found = rank_bytes(work(), ParallelLayout(dp=8, tp=2, pp=4), 8, stack=stack)
+    assert found.context == rank_bytes(work(), ParallelLayout(), 8).context + 3 * 5 * 10**8
+
+
 def test_a_chunked_loss_keeps_no_logits():
     whole, chunked = (
         rank_bytes(work(recompute="full"), ParallelLayout(dp=64), 1, stack=each)
