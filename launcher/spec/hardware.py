@@ -21,6 +21,12 @@ class Accelerator(NamedTuple):
     """Typical network bandwidth per GPU in Gbit/s."""
     measured_tflops: float | None
     """Best bf16 matmul measured in TFLOP/s; None: not measured."""
+    hbm_tbps: float
+    """TB/s of the memory."""
+    scaleup_gbps: int
+    """GB/s of NVLink or xGMI per GPU, in one direction; of PCIe cards over the bridge of a pair."""
+    watts: int
+    """Thermal design power of one GPU."""
     pcie: int = 5
     """Generation of its 16 lanes to the host; NVLink-C2C of GB200 and GB300 is faster."""
     float8: bool = True
@@ -36,20 +42,28 @@ class Accelerator(NamedTuple):
 
 
 GPUS: Final[dict[str, Accelerator]] = {
-    "A100-40GB-SXM": Accelerator(312, 40, 8, 200, 271.2, pcie=4, float8=False, max_per_node=16),
-    "A100-80GB-SXM": Accelerator(312, 80, 8, 200, 271.2, pcie=4, float8=False, max_per_node=16),
-    "A100-80GB-PCIe": Accelerator(312, 80, 2, 200, 252.9, pcie=4, float8=False, max_per_node=None),
-    "A800-80GB-SXM": Accelerator(312, 80, 8, 200, None, pcie=4, float8=False),
-    "H100-80GB-SXM": Accelerator(989, 80, 8, 400, 794.5),
-    "H100-80GB-PCIe": Accelerator(756, 80, 2, 400, None, max_per_node=None),
-    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 8, 400, None, max_per_node=None),
-    "H200-141GB-SXM": Accelerator(989, 141, 8, 400, 794.5),
-    "B200": Accelerator(2250, 180, 8, 400, 1745.0),
-    "GB200": Accelerator(2500, 186, 72, 400, 1822.0, max_per_node=4),
-    "B300": Accelerator(2250, 288, 8, 800, 1769.0),
-    "GB300": Accelerator(2500, 288, 72, 800, None, max_per_node=4),
-    "MI250X": Accelerator(383, 128, 8, 200, None, pcie=4, float8=False, max_per_node=16),
-    "MI300X": Accelerator(1307, 192, 8, 400, 668.4),
+    "A100-40GB-SXM": Accelerator(
+        312, 40, 8, 200, 271.2, 1.555, 300, 400, pcie=4, float8=False, max_per_node=16
+    ),
+    "A100-80GB-SXM": Accelerator(
+        312, 80, 8, 200, 271.2, 2.0, 300, 400, pcie=4, float8=False, max_per_node=16
+    ),
+    "A100-80GB-PCIe": Accelerator(
+        312, 80, 2, 200, 252.9, 1.94, 300, 300, pcie=4, float8=False, max_per_node=None
+    ),
+    "A800-80GB-SXM": Accelerator(312, 80, 8, 200, None, 2.0, 200, 400, pcie=4, float8=False),
+    "H100-80GB-SXM": Accelerator(989, 80, 8, 400, 794.5, 3.35, 450, 700),
+    "H100-80GB-PCIe": Accelerator(756, 80, 2, 400, None, 2.0, 300, 350, max_per_node=None),
+    "H100-96GB-HBM2e-500W": Accelerator(None, 96, 8, 400, None, 2.4, 450, 500, max_per_node=None),
+    "H200-141GB-SXM": Accelerator(989, 141, 8, 400, 794.5, 4.8, 450, 700),
+    "B200": Accelerator(2250, 180, 8, 400, 1745.0, 8.0, 900, 1000),
+    "GB200": Accelerator(2500, 186, 72, 400, 1822.0, 8.0, 900, 1200, max_per_node=4),
+    "B300": Accelerator(2250, 288, 8, 800, 1769.0, 8.0, 900, 1100),
+    "GB300": Accelerator(2500, 288, 72, 800, None, 8.0, 900, 1400, max_per_node=4),
+    "MI250X": Accelerator(
+        383, 128, 8, 200, None, 3.28, 350, 560, pcie=4, float8=False, max_per_node=16
+    ),
+    "MI300X": Accelerator(1307, 192, 8, 400, 668.4, 5.3, 448, 750),
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
 
