@@ -14,7 +14,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,28 +86,30 @@ def _over(place: Path) -> bool:
 def _reduce(server: _RoundServer, number: int, group: Sequence[str], deadline_s: float) -> None:
     """All-reduce within `group`, and write the mean of the seconds that it took."""
     import torch
-    from torch import distributed as dist
 
     torch.set_num_threads(1)
-    rank, limit = group.index(server.node), timedelta(seconds=deadline_s)
     meeting = server.place / f"store-{number}-{group[0]}.json"
-    if rank == 0:
-        store = dist.TCPStore(
-            server.host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
-        )
-        write_json(meeting, {"host": server.host, "port": store.port})
-    else:
-        while not (found := read_json(meeting)):  # the server kills this process at the deadline
-            time.sleep(_POLL_S)
-        store = dist.TCPStore(found["host"], found["port"], len(group), timeout=limit)
-    dist.init_process_group(
-        server.backend, store=store, rank=rank, world_size=len(group), timeout=limit
-    )
-    device = "cuda" if server.backend == "nccl" else "cpu"
-    tensor = torch.ones(_BYTES[server.backend] // 4, device=device)
+    with join_group(
+        meeting,
+        host=server.host,
+        rank=group.index(server.node),
+        size=len(group),
+        backend=server.backend,
+        limit=timedelta(seconds=deadline_s),
+    ):
+        mean = _mean_seconds(server.backend)
+        write_json(server.place / f"answer-{number}-{server.node}.json", {"seconds": mean})
+
+
+def _mean_seconds(backend: str) -> float:
+    """Return the mean seconds of an all-reduce; the slowest member's, for all the same."""
+    import torch
+    from torch import distributed as dist
+
+    device = "cuda" if backend == "nccl" else "cpu"
+    tensor = torch.ones(_BYTES[backend] // 4, device=device)
 
     def seconds(repeats: int) -> float:
-        """Return the mean seconds of an all-reduce; the slowest member's, for all the same."""
         dist.barrier()
         begin = time.monotonic()
         for _ in range(repeats):
@@ -117,9 +120,30 @@ def _reduce(server: _RoundServer, number: int, group: Sequence[str], deadline_s:
         return float(mean.item())
 
     once = seconds(_WARM_UP)
-    mean = seconds(max(_WARM_UP, round(_MEASURE_S / once)))
-    write_json(server.place / f"answer-{number}-{server.node}.json", {"seconds": mean})
-    dist.barrier()  # the store's process ends last
+    return seconds(max(_WARM_UP, round(_MEASURE_S / once)))
+
+
+@contextmanager
+def join_group(
+    meeting: Path, *, host: str, rank: int, size: int, backend: str, limit: timedelta
+) -> Iterator[None]:
+    """Be rank `rank` of a process group of `size` whose ranks meet by the file `meeting`.
+
+    The first one opens the store, at `host`, and ends last. To one that never comes the others wait
+    until their parent kills them.
+    """
+    from torch import distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore(host, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        write_json(meeting, {"host": host, "port": store.port})
+    else:
+        while not (found := read_json(meeting)):
+            time.sleep(_POLL_S)
+        store = dist.TCPStore(found["host"], found["port"], size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    yield
+    dist.barrier()
     if rank == 0:
         time.sleep(_POLL_S)
 

@@ -26,9 +26,10 @@ from launcher.fleet.node_ledger import node_ledger_at
 from launcher.fleet.nodes import note_failed, note_moved
 from launcher.fleet.preflight.nodes import NodeSelection, Preflight
 from launcher.fleet.preflight.report import Expected, NodeReport
+from launcher.plan.loading import load_spec
 from launcher.render.local import checkpoint_dir, resolve
 from launcher.spec.errors import HoldfastError, UserError
-from launcher.spec.reading import load_spec
+from launcher.spec.spec import JobSpec
 
 EPILOG = """\b
 Examples:
@@ -164,8 +165,13 @@ def _asked(
         # It may not be there yet: what is above it is on the same storage.
         there = next(folder for folder in (place, *place.parents) if folder.is_dir())
         expected = replace(expected, directory=str(there))
+    return as_job_asks(where, spec), expected
+
+
+def as_job_asks(where: NodeSelection, spec: JobSpec) -> NodeSelection:
+    """Return `where` with what a job says of Slurm and of the nodes' Python."""
     venv = spec.env.venv
-    where = replace(
+    return replace(
         where,
         partition=where.partition or (None if where.nodes else spec.slurm.partition),
         account=spec.slurm.account,
@@ -173,7 +179,6 @@ def _asked(
         reservation=spec.slurm.reservation,
         python=None if venv is None else f"{resolve(venv, spec.folder)}/bin/python",
     )
-    return where, expected
 
 
 def _print_table(reports: Sequence[NodeReport]) -> None:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -27,13 +27,11 @@ from pydantic import Field, ValidationError
 from elastic_trainer.storage.files import open_regular
 from launcher.platforms.targets import target_named
 from launcher.spec.errors import UserError, Where
+from launcher.spec.site_files import files
 from launcher.spec.source import MAX_BYTES, SpecSource, read_source
 from launcher.spec.spec import JobSpec, keys_of
 from launcher.spec.values import SpecSection
 
-VARIABLE: Final = "HOLDFAST_SITES"
-"""Names a file of sites, which is then the only one."""
-SYSTEM: Final = Path("/etc/holdfast/sites.yaml")
 _HOST: Final = r"^[\w][\w.@:/%\[\]-]*$"
 _FOLDER: Final = r"^[^~\x00][^\x00]*$"
 _PROGRAM: Final = r"^[\w~/.][\w~/.+@-]*$"
@@ -62,14 +60,6 @@ class Site(SpecSection):
     def sets(self, job: Mapping[str, Any]) -> list[str]:
         """Return the defaults that the job does not say itself, as --set takes them. Pure."""
         return list(_missing(self.defaults, job, ""))
-
-
-def files(env: Mapping[str, str]) -> Sequence[Path]:
-    """Return the files of sites; a name counts in the first that has it."""
-    if named := env.get(VARIABLE):
-        return (Path(named),)
-    config = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (config / "holdfast" / "sites.yaml", SYSTEM)
 
 
 def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:

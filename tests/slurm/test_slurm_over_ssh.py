@@ -12,7 +12,7 @@ from cluster import until
 from jobs import ROOT, WAIT_S, User
 from sshd import Sshd
 
-from launcher.platforms.sites import VARIABLE
+from launcher.spec.site_files import VARIABLE
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -67,6 +67,8 @@ class NodeSelection:
     """GPUs asked for on each node, without which Slurm may hide them."""
     python: str | None = None
     """Interpreter on the nodes; None: this one's path."""
+    whole: bool = False
+    """Nodes are asked for whole, with all of their memory: what is measured is not shared."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,11 +142,9 @@ class Preflight:
                 node=node, problem=f"Slurm has it {state}; nothing can be started there"
             )
             for node, state in states.items()
-            if state.startswith(_UNUSABLE) or state.endswith("*")
+            if not _is_usable(state)
         }
-        with writing(self.folder, "use --folder"):
-            self.folder.mkdir(parents=True, mode=0o700)
-            self.folder.chmod(0o700)  # whatever the umask is
+        self.make_folder()
         path = sys.path if places else []
         asked = {"checks": checks, "expected": asdict(expected), "extra": places, "path": path}
         write_atomic(self.folder / ASKED, json.dumps(asked))
@@ -187,18 +187,62 @@ class Preflight:
         place.mkdir(mode=0o700)
         words = ["nccl" if self.where.gres_gpus else "gloo"]
         words += ["127.0.0.1"] if self.where.cluster == "local" else []
-        servers = self._start(fit, lambda node: [SERVER, str(place), node, *words])
-        try:
+        with self.serving(fit, lambda node: [SERVER, str(place), node, *words]):
             verdicts = compare(fit, place, self.say)
-        finally:
-            for one in servers:
-                one.cancel()
         return [
             replace(each, findings=(*each.findings, finding(verdicts, each.node, len(fit))))
             if each.node in fit
             else each
             for each in reports
         ]
+
+    def pick(self, count: int) -> list[str]:
+        """Return `count` nodes on which something can be started, idle ones first.
+
+        Raises:
+            UserError: HF661 there are fewer.
+            PlatformError: Slurm does not answer.
+        """
+        states = {node: state for node, state in self._nodes().items() if _is_usable(state)}
+        if len(states) < count:
+            have = counted(len(states), "node")
+            raise UserError("HF661", f"{have} can be used, {count} are asked for; name others")
+        return sorted(states, key=lambda node: not states[node].startswith("idle"))[:count]
+
+    def make_folder(self) -> None:
+        """Make the folder, for this user alone.
+
+        Raises:
+            UserError: HF612 it cannot be made.
+        """
+        with writing(self.folder, "use --folder"):
+            self.folder.mkdir(parents=True, mode=0o700)
+            self.folder.chmod(0o700)  # whatever the umask is
+
+    @contextlib.contextmanager
+    def serving(
+        self, nodes: Sequence[str], words: Callable[[str], Sequence[str]]
+    ) -> Iterator[Callable[[], dict[str, str]]]:
+        """Have `python -m WORDS` run on every node until the block ends.
+
+        The value says which nodes' processes are no more, and why, as far as can be told: of this
+        machine's own, and of jobs that Slurm has refused.
+        """
+        servers = self._start(nodes, words)
+
+        def gone() -> dict[str, str]:
+            return {
+                one.report.node: one.report.problem or self._last_words(one.report.node)
+                for one in servers
+                if one.job is None
+                or (isinstance(one.job, subprocess.Popen) and one.job.poll() is not None)
+            }
+
+        try:
+            yield gone
+        finally:
+            for one in servers:
+                one.cancel()
 
     def tidy(self) -> None:
         """Remove the folder with what crossed."""
@@ -281,12 +325,13 @@ class Preflight:
             "account": self.where.account,
             "qos": self.where.qos,
             "gpus_per_node": self.where.gres_gpus or None,
+            "exclusive": self.where.whole or None,
         }
         reservation = self.where.reservation
         executor.update_parameters(
             job_name="holdfast-preflight",
             time=10,
-            mem="1G",
+            mem="0" if self.where.whole else "1G",
             nodelist=node,
             setup=[f"export PYTHONPATH={shlex.quote(python_path())}"],
             additional_parameters={"reservation": reservation} if reservation else {},
@@ -312,9 +357,7 @@ class Preflight:
             said = read_regular(self.folder / f"answer-{node}.jsonl", _MOST_BYTES)
         except FileNotFoundError:
             if over:
-                log = self._log(node).read_text(encoding="utf-8", errors="replace").strip()
-                words = log[-_LOG_CHARS:] or "it wrote nothing"
-                one.fail(f"the process ended without an answer: {words}")
+                one.fail(f"the process ended without an answer: {self._last_words(node)}")
             return over
         except OSError as error:
             one.fail(f"its answer cannot be read: {error.strerror or error}")
@@ -336,6 +379,10 @@ class Preflight:
     def _log(self, node: str) -> Path:
         return self.folder / f"{node}.log"
 
+    def _last_words(self, node: str) -> str:
+        log = self._log(node).read_text(encoding="utf-8", errors="replace").strip()
+        return log[-_LOG_CHARS:] or "it wrote nothing"
+
     def _reasons(self, waiting: Sequence[_Asked]) -> dict[str, str]:
         """Return why jobs have not run, by one query; nothing where Slurm does not say."""
         if not waiting or self.where.cluster == "local":
@@ -348,6 +395,10 @@ class Preflight:
             return {one.job.job_id: f" ({error})" for one in waiting}
         rows = [line.strip().split("|") for line in answer.out.splitlines()]
         return {row[0]: f": {row[1].lower()} ({row[2]})" for row in rows if len(row) == 3}
+
+
+def _is_usable(state: str) -> bool:
+    return not (state.startswith(_UNUSABLE) or state.endswith("*"))
 
 
 def choose(checks: Sequence[str], names: Sequence[str], skip: Sequence[str]) -> list[str]:

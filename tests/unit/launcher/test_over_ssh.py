@@ -25,9 +25,10 @@ from holdfast import find_site, load_job, submit
 from launcher.cli.common import words_of
 from launcher.cli.main import cli, run_cli
 from launcher.platforms.installed import installed_version
-from launcher.platforms.sites import VARIABLE, Site
+from launcher.platforms.sites import Site
 from launcher.runs import over_ssh
 from launcher.spec.errors import UserError
+from launcher.spec.site_files import VARIABLE
 from launcher.spec.source import read_source
 
 ROOT = Path(__file__).parents[3]

@@ -427,3 +427,34 @@ def test_no_answer_of_one_node_changes_what_the_others_come_to(tmp_path):
             assert found[3].level == "fail" or kind not in hostile.KINDS
             json.dumps([each.text for each in found[3].findings], ensure_ascii=False).encode()
         hostile.clear(path)
+
+
+def test_idle_nodes_are_picked_before_those_in_use(tmp_path):
+    slurm = Slurm("n1|allocated\nn2|down\nn3|idle\nn4|mixed\nn5|idle*\n")
+    round_ = Preflight(where=NodeSelection(), folder=tmp_path / "f", commands=slurm)
+    assert round_.pick(2) == ["n3", "n1"]
+    with pytest.raises(UserError) as error:
+        round_.pick(4)
+    assert error.value.code == "HF661"
+
+
+def test_what_is_measured_has_its_nodes_alone(tmp_path, monkeypatch):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    keep = f'#!/bin/sh\ncat "$1" >>{tmp_path}/asked\necho "Submitted batch job 7"\n'
+    for name, text in (("sbatch", keep), ("srun", "#!/bin/sh\n"), ("scancel", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    for whole in (False, True):
+        where = NodeSelection(gres_gpus=8, whole=whole)
+        round_ = Preflight(where=where, folder=tmp_path / f"f{whole}")
+        round_.make_folder()
+        (tmp_path / "asked").write_text("")
+        with round_.serving(["n1", "n2"], lambda node: ["some.module", node]) as gone:
+            assert gone() == {}
+        asked = (tmp_path / "asked").read_text()
+        assert asked.count("some.module") == 2
+        assert asked.count("#SBATCH --exclusive\n") == 2 * whole
+        assert asked.count("#SBATCH --mem=0\n") == 2 * whole
+        assert asked.count("#SBATCH --gpus-per-node=8\n") == 2

@@ -14,8 +14,9 @@ from slurm_bench import fresh
 
 from holdfast import find_site, load_job, submit
 from launcher.cli.main import run_cli
-from launcher.platforms.sites import VARIABLE, Site, files
+from launcher.platforms.sites import Site
 from launcher.spec.errors import UserError
+from launcher.spec.site_files import VARIABLE, files
 from launcher.spec.source import read_source
 
 __all__ = ["fresh"]  # a fixture
