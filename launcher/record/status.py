@@ -50,6 +50,8 @@ class TrainingStatus:
         self.members: Sequence[str] = ()
         self.spares: Sequence[str] = ()
         self.coordinator = ""
+        self.slow: dict[str, str] = {}
+        """Node with a slow rank in this epoch -> the part of a step that it is slow in."""
         self.restarts = 0
         self.validation: tuple[int, float] | None = None
         """Step and loss of the newest validation; None: there was none."""
@@ -119,8 +121,11 @@ class TrainingStatus:
         loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
         if self.validation is not None:
             loss.append(f"validation {self.validation[1]:.4f} (step {self.validation[0]})")
-        rate = self.tokens_per_s
-        return loss if rate is None else [*loss, f"{rate:,.0f} tokens/s"]
+        rate, predicted = self.tokens_per_s, self.predicted_tokens_per_s
+        if rate is None:
+            return loss
+        said = "" if predicted is None else f" ({predicted:,.0f} predicted)"
+        return [*loss, f"{rate:,.0f} tokens/s{said}"]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -129,6 +134,11 @@ class TrainingStatus:
         tokens = sum(done.tokens for done in last[1:])
         seconds = last[-1].t - last[0].t if last else 0.0
         return tokens / seconds if tokens and seconds > 0 else None
+
+    @property
+    def predicted_tokens_per_s(self) -> float | None:
+        """What was planned for this epoch's layout; None: nothing, as of a script."""
+        return predicted_rate(self.config, self.layout)
 
     @property
     def excluded(self) -> list[ExcludedMachine]:
@@ -179,6 +189,9 @@ class TrainingStatus:
                 self.state = "recovering"
             case "rung.dropped":
                 self.dropped.append(event)
+            case "worker.slow" if (event.epoch or 0) >= self.epoch:
+                member = str(event.fields.get("member") or event.node)
+                self.slow[member] = str(event.fields.get("section") or "?")
             case "epoch.delayed":
                 self.delay_s = number(event, "seconds") or 0.0
             case "coordinator.elected":
@@ -249,6 +262,7 @@ class TrainingStatus:
         self.spares = node_names(event.fields.get("spares"))
         self.coordinator = str(event.fields.get("coordinator") or event.node or "")
         self.parked, self.joined, self.state, self.steps = None, None, "forming", []
+        self.slow = {}
 
     def _take_step(self, event: Event) -> None:
         # Every rank may report a step; the first report of a newer one counts.
@@ -291,6 +305,7 @@ class TrainingStatus:
             "validation_step": self.validation and self.validation[0],
             "validation_loss": self.validation and self.validation[1],
             "tokens_per_s": self.tokens_per_s,
+            "predicted_tokens_per_s": self.predicted_tokens_per_s,
             "layout": self.layout or None,
             "nodes": list(self.members),
             "spares": list(self.spares),
@@ -301,6 +316,12 @@ class TrainingStatus:
             "reason": self.reason or None,
             "last_event_unix": self.last_unix,
         }
+
+
+def predicted_rate(config: TrainConfig, layout: str) -> float | None:
+    """Return the tokens/s that were planned for a layout, by its text; None: nothing was."""
+    rungs = config.ladder.rungs
+    return next((each.tokens_per_s for each in rungs if str(each.layout) == layout), None)
 
 
 def steps_asked(config: TrainConfig) -> int | None:

@@ -20,6 +20,8 @@ Seconds are rounded to milliseconds. Definitions:
 - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
   counts once, with its last execution; start-up, pauses and saves do not count.
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
+- `predicted_tokens_per_s`: what was planned for the layouts of those steps; null: nothing, as of a
+  script, or of a GPU without figures.
 - `state`: finished, saved, stopped (as asked, before anything was saved), interrupted, failed,
   parked or running.
 - `excluded`: machines that were excluded and not readmitted, with the node each was then.
@@ -46,7 +48,7 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import EXIT_SAVED, Kind
 from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.record.failures import RunFailure, excluded_machines, failures
-from launcher.record.status import saved_nothing, steps_asked
+from launcher.record.status import predicted_rate, saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
 
 SUMMARY_VERSION = 1
@@ -110,6 +112,7 @@ def summarise(
         "checkpoints_failed": seen["checkpoint.failed"],
         "tokens": tokens,
         "tokens_per_s": _ratio(tokens, busy_s, 1),
+        "predicted_tokens_per_s": _predicted_rate(config, spans, counted),
         "goodput": _ratio(busy_s, wall_s, 4),
         "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
         "wall_s": round(wall_s, 3),
@@ -119,6 +122,21 @@ def summarise(
         summary |= dict.fromkeys(_NEEDS_EVERY_STEP)
         summary["steps_redone"] = _shown_again(spans)
     return summary
+
+
+def _predicted_rate(
+    config: TrainConfig | None, spans: Iterable[EpochSpan], counted: Sequence[StepDone]
+) -> float | None:
+    if config is None or not counted:
+        return None
+    rates = {span.epoch: predicted_rate(config, span.layout) for span in spans}
+    seconds = 0.0
+    for done in counted:
+        rate = rates.get(done.epoch)
+        if rate is None:
+            return None
+        seconds += done.tokens / rate
+    return _ratio(sum(done.tokens for done in counted), seconds, 1)
 
 
 def _committed_steps_redone(spans: Sequence[EpochSpan]) -> int:

@@ -34,16 +34,42 @@ def write_report(data: ReportData, path: Path) -> None:
     need("a report", "matplotlib")
     from launcher.runs.reports.charts import png  # it takes a while to import
 
-    _write(path, lambda: png(data) if suffix == ".png" else html_report(data))
+    write_made(path, lambda: png(data) if suffix == ".png" else html_report(data))
 
 
-def _write(path: Path, made: Callable[[], str | bytes]) -> None:
+def write_picture(path: Path, made: Callable[[], str]) -> None:
+    """Write the SVG document that `made` draws by matplotlib.
+
+    Raises:
+        UserError: as `check_picture`; HF612 the file cannot be written.
+    """
+    check_picture(path)
+    write_made(path, made)
+
+
+def check_picture(path: Path) -> None:
+    """Check, before anything is computed, that a picture can be drawn into `path`.
+
+    Raises:
+        UserError: HF620 another suffix; HF632 matplotlib is not there.
+    """
+    if path.suffix.lower() != ".svg":
+        raise UserError("HF620", f"{path}: the picture is an .svg")
+    need("a picture", "matplotlib")
+
+
+def write_made(path: Path, made: Callable[[], str | bytes]) -> None:
+    """Write what `made` makes, once it is sure that it can be written.
+
+    Raises:
+        UserError: HF612 the file cannot be written.
+    """
     try:
         check_output(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, made())
     except OSError as error:
-        message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
+        message = f"{path} cannot be written: {error.strerror or error}; name another file"
         raise UserError("HF612", message) from error
 
 
@@ -57,7 +83,7 @@ def write_csv(events: Sequence[Event], path: Path) -> None:
     writer = csv.DictWriter(out, StepDone._fields, lineterminator="\n")
     writer.writeheader()
     writer.writerows(done._asdict() for done in lineage(epochs(events)))
-    _write(path, out.getvalue)
+    write_made(path, out.getvalue)
 
 
 def html_report(data: ReportData) -> str:
@@ -92,7 +118,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
     asked, loss = summary["steps_asked"], summary["final_loss"]
     lost, repeated = summary["samples_lost"], summary["samples_repeated"]
     goodput, rate = summary["goodput"], summary["tokens_per_s"]
-    wall_s = summary["wall_s"]
+    wall_s, predicted = summary["wall_s"], summary.get("predicted_tokens_per_s")
     return {
         "state": summary["state"],
         "steps": f"{summary['steps']:,}" + (f" of {asked:,}" if asked else ""),
@@ -103,6 +129,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
         "committed steps redone": f"{summary['committed_steps_redone'] or 0}",
         "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
         "tokens/s": "-" if rate is None else f"{rate:,.0f}",
+        **({} if predicted is None else {"tokens/s predicted": f"{predicted:,.0f}"}),
         "goodput": "-" if goodput is None else f"{goodput:.1%}",
         "wall time": span(wall_s) if wall_s >= 3600 else f"{wall_s:,.1f} s",
     }
@@ -116,7 +143,7 @@ def _compared(data: ReportData) -> list[Table]:
     if not data.compared:
         return []
     columns = [_tiles(summary) for summary in (data.summary, *data.compared.values())]
-    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    rows = [(name, *(each.get(name, "-") for each in columns)) for name in columns[0]]
     return [("Compared", ("", "this run", *data.compared), rows)]
 
 

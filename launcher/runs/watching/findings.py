@@ -24,6 +24,9 @@ from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
 from launcher.record.timeline import StepDone
 
+SLOWER: Final = 1.3
+"""Steps are slow that take so many times what was predicted: the prediction is off by a tenth in
+the middle, and by a fifth for one source of measurements in ten (docs/planner.md)."""
 BEHIND_S: Final = 60.0
 """What is read may be this far behind what has happened."""
 STEPS: Final = 10.0
@@ -46,6 +49,7 @@ class FindingKind(enum.StrEnum):
     NODES_LOST = "nodes_lost"
     DISK_FULL = "disk_full"
     SAVES_FAIL = "saves_fail"
+    SLOW_STEPS = "slow_steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,8 @@ def findings(
         verb = "is" if len(lost) == 1 else "are"
         text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
         found.append(Finding(FindingKind.NODES_LOST, text, fix, of=lost_kind))
-    found += [_full(disks), saves]
+    slow = None if training is None or problem else _slow_steps(training)
+    found += [_full(disks), saves, slow]
     return [finding for finding in found if finding is not None]
 
 
@@ -200,6 +205,20 @@ def _step_due(
         return pause_unix, elastic.start_ceiling_s, usual
     limit_s = max(BEHIND_S, STEPS * statistics.median(gaps), LONGEST * max(gaps))
     return newest.t, min(limit_s, elastic.hang_ceiling_s + BEHIND_S), usual
+
+
+def _slow_steps(training: TrainingStatus) -> Finding | None:
+    """Return that steps take longer than predicted, and whether some rank is to blame."""
+    rate, predicted = training.tokens_per_s, training.predicted_tokens_per_s
+    if not rate or not predicted or predicted < SLOWER * rate or training.state != "training":
+        return None
+    tokens = training.steps[-1].tokens
+    text = f"steps take {seconds_text(tokens / rate)}, predicted {seconds_text(tokens / predicted)}"
+    if training.slow:
+        ranks = ", ".join(f"{node} ({part})" for node, part in training.slow.items())
+        return Finding(FindingKind.SLOW_STEPS, f"{text}: slow in {ranks}")
+    fix = "`holdfast preflight` measures clocks and collectives of the nodes"
+    return Finding(FindingKind.SLOW_STEPS, f"{text}: all ranks alike", fix)
 
 
 # --- nodes -----------------------------------------------------------------------------------

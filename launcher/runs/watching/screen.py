@@ -121,10 +121,11 @@ def _progress(known: Known, width: int) -> Text:
 
 
 def _figures(picture: Picture, status: TrainingStatus) -> Text:
-    rate = status.tokens_per_s
+    rate, predicted = status.tokens_per_s, status.predicted_tokens_per_s
     figures = {
         "loss": None if status.loss is None else f"{status.loss:.4f}",
         "tokens/s": None if rate is None else f"{rate:,.0f}",
+        **({} if predicted is None else {"predicted": f"{predicted:,.0f}"}),
         "step": None if picture.step_s is None else f"{picture.step_s:.3g} s",
         "MFU": None if picture.mfu is None else f"{picture.mfu:.1%}",
         "goodput": None if picture.goodput is None else f"{picture.goodput:.1%}",

@@ -24,9 +24,22 @@ STEP_S = 0.1
 PHASES = {"form_epoch": 0.1, "fork": 0.05, "process_group": 0.1, "model": 0.3, "restore": 0.25}
 
 
-def config_of(steps: int = 120, nodes: tuple[int, ...] = (4,)) -> TrainConfig:
-    """Return the job.json of a run with a data-parallel rung for each of `nodes`."""
-    rungs = [Rung(num_nodes=n, layout=ParallelLayout(dp=n), micro_batches=1) for n in nodes]
+def config_of(
+    steps: int = 120, nodes: tuple[int, ...] = (4,), tokens_per_s: float | None = None
+) -> TrainConfig:
+    """Return the job.json of a run with a data-parallel rung for each of `nodes`.
+
+    `tokens_per_s` is what was predicted for each node of a rung; None: nothing.
+    """
+    rungs = [
+        Rung(
+            num_nodes=n,
+            layout=ParallelLayout(dp=n),
+            micro_batches=1,
+            tokens_per_s=None if tokens_per_s is None else n * tokens_per_s,
+        )
+        for n in nodes
+    ]
     return TrainConfig(
         name="t",
         run_id="run-1",

@@ -264,3 +264,42 @@ def test_a_save_that_failed_is_left_to_tell_of_a_run_that_has_ended():
 @pytest.mark.parametrize("state", [state for state in JobState if state is not JobState.RUNNING])
 def test_only_what_runs_is_judged(state):
     assert found(training().kill_node("n4"), after=4000.0, status=JobStatus(state=state)) == {}
+
+
+def slow(stream, tokens_per_s):
+    """Return kind -> finding of a run of which so many tokens/s a node were predicted."""
+    config = config_of(steps=900, tokens_per_s=tokens_per_s)
+    said = findings("one", RUNNING, TrainingStatus(config, stream.events), now_unix=stream.t)
+    return {finding.kind: finding for finding in said}
+
+
+def test_a_slow_cluster_is_seen_without_a_slow_rank():
+    # 512 tokens a step of 0.1 s on four nodes: 1,280 a node.
+    assert slow(training(), None) == {}
+    assert slow(training(), 1280.0) == {}
+    assert slow(training(), 1280.0 * 1.25) == {}
+    finding = slow(training(), 1280.0 * 2)[FindingKind.SLOW_STEPS]
+    for value in ("0.1 s", "0.05 s", "all ranks"):
+        assert value in finding.text
+    assert "straggler" in finding.runbook
+
+
+def test_a_slow_rank_that_is_known_is_named():
+    stream = training(40)
+    stream.add("worker.slow", epoch=1, node="n1", member="n3", section="backward", ratio=2.0)
+    finding = slow(stream.steps(64, ranks=1), 1280.0 * 2)[FindingKind.SLOW_STEPS]
+    assert "n3 (backward)" in finding.text
+    # A new epoch may be without it.
+    stream.form(NODES, resume=64)
+    assert "n3" not in slow(stream.steps(90, ranks=1), 1280.0 * 2)[FindingKind.SLOW_STEPS].text
+
+
+def test_what_was_predicted_is_that_of_the_epochs_layout():
+    config = config_of(steps=900, nodes=(4, 3), tokens_per_s=1000.0)
+    stream = training()
+    status = TrainingStatus(config, stream.events)
+    assert status.predicted_tokens_per_s == 4000.0
+    assert any("4,000 predicted" in text for text in status.rate_texts)
+    stream.form(NODES[:3], resume=64)
+    assert TrainingStatus(config, stream.events).predicted_tokens_per_s == 3000.0
+    assert TrainingStatus(config_of(), stream.events).predicted_tokens_per_s is None

@@ -357,3 +357,17 @@ def test_the_steps_that_count_are_each_number_once(plan):
         later = [span for span in spans if span.epoch > done.epoch]
         assert not any(done.step in span.steps for span in later)
     assert [done.epoch for done in counted] == sorted(done.epoch for done in counted)
+
+
+def test_the_predicted_speed_is_that_of_the_layouts_that_ran():
+    config = config_of(nodes=(4, 2), tokens_per_s=1000.0)
+    stream = trained(10)
+    found = summarise(stream.end().events, config=config, code=0)
+    assert found["predicted_tokens_per_s"] == 4000.0
+    stream = trained(10)
+    abort(stream, victim="node3")
+    stream.form(NODES[:2], resume=10).steps(30)
+    # 10 steps of 512 tokens at 4,000 a second, 20 at 2,000.
+    found = summarise(stream.end().events, config=config, code=0)
+    assert found["predicted_tokens_per_s"] == pytest.approx(30 / (10 / 4000 + 20 / 2000), abs=0.1)
+    assert summarise(stream.events, config=config_of(), code=0)["predicted_tokens_per_s"] is None
