@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import re
@@ -185,17 +186,17 @@ def split_layers(shape: ModelShape, num_stages: int) -> tuple[StageSpan, ...]:
 
 
 def split_evenly(num_layers: int, num_stages: int, end: float) -> list[int]:
-    """Return the layers of each stage; `end` is the work of a table in layers."""
-    work = [0.0] * num_stages
+    """Return the layers of each stage, at least one; `end` is the work of a table in layers."""
+    work = [1.0] * num_stages
     work[0] += end
     work[-1] += end
-    counts = [0] * num_stages
-    for number in range(num_layers):
-        empty = [index for index in range(num_stages) if counts[index] == 0]
-        among = empty if len(empty) == num_layers - number else range(num_stages)
-        index = min(among, key=lambda i: (work[i], -i))
-        counts[index] += 1
-        work[index] += 1.0
+    counts = [1] * num_stages
+    least = [(each, -index) for index, each in enumerate(work)]
+    heapq.heapify(least)
+    for _ in range(num_layers - num_stages):
+        total, index = least[0]
+        counts[-index] += 1
+        heapq.heapreplace(least, (total + 1.0, index))
     return counts
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import count, islice, product
 from typing import Any, Final
 
 from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_rank
@@ -73,14 +73,20 @@ class JobFacts:
             return False  # pipelines do by themselves; else there is nothing to leave out
         if self.no_sync is not None or self.memory_gib is None:
             return self.no_sync is True
-        return self._bytes(layout, no_sync=True).total <= 0.9 * self.memory_gib * GIB
+        without = fullest_rank(self._work(no_sync=True), layout, rounds)
+        return without.total <= 0.9 * self.memory_gib * GIB
+
+    def work(self, layout: ParallelLayout) -> Workload:
+        """Return what a rung with this legal layout computes."""
+        return self._work(no_sync=self.skips_sync(layout))
 
     def rank_bytes(self, layout: ParallelLayout) -> RankBytes:
         """Return the bytes of the fullest rank of a legal layout."""
-        return self._bytes(layout, no_sync=self.skips_sync(layout))
+        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
+        return fullest_rank(self.work(layout), layout, rounds)
 
-    def _bytes(self, layout: ParallelLayout, *, no_sync: bool) -> RankBytes:
-        work = Workload(
+    def _work(self, *, no_sync: bool) -> Workload:
+        return Workload(
             shape=self.shape,
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
@@ -91,12 +97,12 @@ class JobFacts:
             masked=self.packed,
             no_sync=no_sync,
         )
-        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
-        return fullest_rank(work, layout, rounds)
 
-    def fits(self, layout: ParallelLayout) -> bool:
-        """Return whether a legal layout fits the GPU; True where its memory is not known."""
-        return self.memory_gib is None or self.rank_bytes(layout).total <= self.memory_gib * GIB
+    def fits(self, layout: ParallelLayout, share: float = 1.0) -> bool:
+        """Return whether a legal layout fits this share of the GPU; True where that is unknown."""
+        if self.memory_gib is None:
+            return True
+        return self.rank_bytes(layout).total <= share * self.memory_gib * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +349,13 @@ def pipeline_is_fed(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenR
             ],
         )
     elif not schedule_runs(facts.schedule, pp, rounds):
-        below, above = rounds // pp * pp, math.ceil(rounds / pp) * pp
+        runs = (n for n in count(rounds) if schedule_runs(facts.schedule, pp, n))
+        below, above = rounds // pp * (rounds // (rounds // pp)), next(runs)
         yield finding(
             "HF111",
             "train.global_batch",
-            f"the interleaved schedule runs a multiple of pp {pp} micro-batches per dp rank, "
-            f"not {rounds}",
+            f"the interleaved schedule splits {rounds} micro-batches per dp rank into "
+            f"{rounds // pp} groups of at least pp {pp}, which are not equal",
             *needs,
             "layout.schedule",
             use=[below * dp * micro, above * dp * micro],
@@ -388,10 +395,10 @@ def float8_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRu
 def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
     """Return whether `schedule` can run `rounds` micro-batches on each of `pp` stages.
 
-    torch's interleaved schedule forms rounds // pp groups of equal size and
-    raises otherwise, once the processes are up; multiples of pp always do.
+    torch's interleaved schedule forms rounds // pp groups of equal size, and raises where they are
+    not, once the processes are up.
     """
-    return rounds >= pp and (schedule != "interleaved" or rounds % pp == 0)
+    return rounds >= pp and (schedule != "interleaved" or rounds % (rounds // pp) == 0)
 
 
 RULES: Final[tuple[Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]], ...]] = (

@@ -114,8 +114,8 @@ def rounds(num_micro_batches: int, layout: ParallelLayout, interleave: int) -> i
     number = micro_batches_per_rank(num_micro_batches, layout.dp)
     if layout.pp > 1:
         number = max(number, layout.pp)
-        if interleave > 1:
-            number = -(-number // layout.pp) * layout.pp
+        while interleave > 1 and number % (number // layout.pp):
+            number += 1
     return number
 
 

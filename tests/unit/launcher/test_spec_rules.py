@@ -38,7 +38,7 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["layout={pp: 16}", f"model={TINY}"], "HF109 layout.pp: 16 ... 4 layers ... use 4, 2 or 1"),
         (["layout={pp: 2, schedule: interleaved, interleave: 4}", f"model={TINY}"], "HF109 layout.pp: 2 x interleave 4 = 8 ... 4 layers"),
         (["layout={pp: 4}", "train.global_batch=16"], "HF110 train.global_batch: 16 ... 2 micro-batches ... 4 pipeline stages; use 32"),
-        (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=48"], "HF111 train.global_batch: ... pp 4 ... 6; use 32 or 64"),
+        (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=72"], "HF111 train.global_batch: ... 9 micro-batches ... 2 groups ... pp 4 ... use 64 or 80"),
         (["train.micro_batch=3"], "HF112 train.global_batch: 64 ... 3; use 63 or 72, or train.micro_batch: 2 or 1"),
         (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 ... 16 micro-batches of 1 ... dp 32 ... use 32"),
         (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 ... dp 4; use 2 or 1"),
@@ -194,7 +194,9 @@ def test_nearest_nodes_hold_whole_replicas(replica):
 def test_what_the_schedules_run():
     assert schedule_runs("1f1b", 4, 5)
     assert not schedule_runs("1f1b", 4, 3)
+    assert schedule_runs("interleaved", 4, 5), "one group"
     assert schedule_runs("interleaved", 4, 8)
+    assert schedule_runs("interleaved", 4, 10)
     assert not schedule_runs("interleaved", 4, 9)
 
 
