@@ -24,10 +24,10 @@ import psutil
 from common import ROOT, environment, say
 
 from elastic_trainer.record.events import Event
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.record.event import node_names
 from launcher.render.local import render_local
-from launcher.spec.reading import load_spec
 
 _Found = TypeVar("_Found")
 

@@ -37,10 +37,10 @@ from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.worker.rank_grid import RankGrid
 from elastic_trainer.worker.secret import KEY_BYTES, Badge, Secret, authenticate
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.local import die_with_parent
 from launcher.render.local import render_local
-from launcher.spec.reading import load_spec
 
 FORK = mp.get_context("fork")
 CPU = torch.device("cpu")

@@ -41,21 +41,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan.config import (
-    CheckpointSection,
-    DataSection,
-    ElasticSection,
     OptimizerConfig,
-    TrainConfig,
     TrainSection,
 )
-from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
-from elastic_trainer.train.engine import Engine, make_deterministic
+from elastic_trainer.train.calibration import build_engine
+from elastic_trainer.train.engine import make_deterministic
 from elastic_trainer.train.feed import MicroBatch
-from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 from elastic_trainer.train.trainer import utilisation
 
 ONE_B = ModelShape(
@@ -94,32 +89,12 @@ def ours(setting: Setting) -> Step:
         optimizer=OptimizerConfig(),
     )
     rung = Rung(num_nodes=1, layout=ParallelLayout(dp=ranks), micro_batches=1)
-    config = TrainConfig(
-        name="step-time",
-        run_id="step-time",
-        model_name="1b",
-        model=setting.shape,
-        ladder=Ladder((rung,)),
-        gpus_per_node=ranks,
-        device=setting.device.type,
-        train=train,
-        data=DataSection(path="/nowhere"),
-        checkpoint=CheckpointSection(dir="/nowhere"),
-        elastic=ElasticSection(),
-    )
-    engine = Engine(config, rung, dist.get_rank(), setting.device)
-    engine.allocate()
-    initialise(engine.model, 0)
-    optimizer = build_optimizer(engine.model, train.optimizer)
+    engine, update = build_engine(setting.shape, train, rung, setting.device)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         engine.forward_backward([MicroBatch(inputs, targets)], targets.numel() * ranks)
-        squares = gradient_square_sum(engine.model).cpu()
-        if ranks > 1:
-            dist.all_reduce(squares)
-        clip_gradients(engine.model, squares.sqrt().item(), train.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update()
+        engine.model.zero_grad(set_to_none=True)
 
     return step
 

@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.plan.search import Plan, plan
+from launcher.plan.loading import load_spec as load_job
+from launcher.plan.planning import Plan, plan
 from launcher.platforms.sites import Site, find_site
 from launcher.platforms.targets import target_named
 from launcher.render.local import Bundle
 from launcher.spec.errors import HoldfastError, Problem, UserError
-from launcher.spec.reading import load_spec as load_job
 from launcher.spec.spec import JobSpec
 
 if TYPE_CHECKING:

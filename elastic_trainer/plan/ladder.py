@@ -23,7 +23,7 @@ class Rung:
     micro_batches: int
     """Micro-batches every dp rank runs per step, padded ones included."""
     tokens_per_s: float | None = None
-    """Predicted; None until the planner predicts it."""
+    """Predicted; None of a script, or a GPU of which nothing is known."""
     memory_gib: float | None = None
     """Predicted bytes of the fullest rank in GiB; None of a GPU or model that is not known."""
     no_sync: bool = False
@@ -76,8 +76,9 @@ class Ladder:
 
         An entry has its first rung, with the layout as text, and where it has more: their number
         (`count`) and what each has less than the one before (`nodes_step`, `dp_step`). What else
-        differs, of `dp_replicate`, `ep` and `memory_gib`, is a list, a figure a rung. `memory_gib`
-        and `no_sync` are left out where they are those of the last rung of the entry before.
+        differs, of `dp_replicate`, `ep`, `memory_gib` and `tokens_per_s`, is a list, a figure a
+        rung. `memory_gib` and `no_sync` are left out where they are those of the last rung of the
+        entry before.
         """
         ranges: list[list[Rung]] = []
         for rung in self.rungs:
@@ -142,9 +143,10 @@ def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
 
 
 def _rest(rung: Rung) -> Rung:
-    """Return `rung` without its nodes, dp, what dp is split into, and memory."""
+    """Return `rung` without its nodes, dp, what dp is split into, memory and speed."""
     layout = dataclasses.replace(rung.layout, dp=1, dp_replicate=1, ep=1)
-    return dataclasses.replace(rung, num_nodes=0, layout=layout, memory_gib=None)
+    plain = dataclasses.replace(rung, num_nodes=0, layout=layout)
+    return dataclasses.replace(plain, memory_gib=None, tokens_per_s=None)
 
 
 def _continues(rungs: list[Rung], rung: Rung) -> bool:
@@ -159,8 +161,9 @@ def _range_to_dict(rungs: list[Rung], last: Rung | None) -> dict[str, Any]:
         "layout": str(first.layout),
         "micro_batches": first.micro_batches,
     }
-    if first.tokens_per_s is not None:
-        entry["tokens_per_s"] = first.tokens_per_s
+    speeds = [rung.tokens_per_s for rung in rungs]
+    if set(speeds) != {None}:
+        entry["tokens_per_s"] = speeds[0] if len(set(speeds)) == 1 else speeds
     if first.no_sync != (last is not None and last.no_sync):
         entry["no_sync"] = first.no_sync
     memory = [rung.memory_gib for rung in rungs]
@@ -183,9 +186,11 @@ def _rungs_of(entry: dict[str, Any], last: Rung | None) -> Iterator[Rung]:
         first["layout"] = ParallelLayout.parse(first["layout"]).to_dict()
     memory = first.pop("memory_gib", None if last is None else last.memory_gib)
     each = memory if isinstance(memory, list) else [memory] * count
+    speed = first.pop("tokens_per_s", None)
+    speeds = speed if isinstance(speed, list) else [speed] * count
     splits = {name: first.pop(name) for name in _SPLITS if name in first}
     rung = Rung.from_dict(first)
-    if any(len(listed) != count for listed in (each, *splits.values())):
+    if any(len(listed) != count for listed in (each, speeds, *splits.values())):
         raise ValueError("an entry of the ladder has a list that is not as long as its rungs")
     for index in range(count):
         degrees = {name: listed[index] for name, listed in splits.items()}
@@ -194,4 +199,5 @@ def _rungs_of(entry: dict[str, Any], last: Rung | None) -> Iterator[Rung]:
             num_nodes=rung.num_nodes - index * nodes,
             layout=dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp, **degrees),
             memory_gib=each[index],
+            tokens_per_s=speeds[index],
         )

@@ -229,7 +229,7 @@ class Plugin(ModelShape):
         None, "Of a plugin: its number of parameters; null: Llama's of these dimensions."
     )
     options: Mapping[str, str | int | float | bool | None] = field(
-        default_factory=dict, metadata=says("Of a plugin: values for its class.")
+        default_factory=dict, hash=False, metadata=says("Of a plugin: values for its class.")
     )
 
     @property

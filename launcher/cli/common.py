@@ -121,8 +121,8 @@ def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
         )
     if given.get("job") is None:
         return over_ssh.run_there(site, words_of(ctx, given))
+    from launcher.plan.loading import load_spec
     from launcher.runs.submitting.submit import sweep_tasks
-    from launcher.spec.reading import load_spec
 
     # Of a sweep the first task is looked at here, and all of them there.
     [first, *_] = sweep_tasks(given.get("sweep", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,19 @@ from launcher.cli.common import (
     target_on,
     target_option,
 )
-from launcher.cli.terminal import for_programs
+from launcher.cli.terminal import for_programs, print_table
 from launcher.spec.errors import Problem, UserError, Where
 
 if TYPE_CHECKING:
-    from launcher.plan.search import Plan
+    from launcher.plan.planning import Plan
     from launcher.platforms.sites import Site
     from launcher.spec.spec import JobSpec
+
+
+TOP = 5
+"""Layouts that are shown beside a picture."""
+DRAWN = 300
+"""Layouts that are drawn."""
 
 
 @click.command(epilog="Example: holdfast check examples/llama3-405b.yaml --set layout.dp=4")
@@ -61,10 +68,10 @@ def check(
     Errors stop a job. Warnings, shown after them, are of what may not be meant. Exit codes: 0 the
     job can run, 2 it has errors, or with --strict warnings.
     """
-    from launcher.plan.search import plan as make_plan
+    from launcher.plan.loading import load_spec
+    from launcher.plan.planning import plan as make_plan
     from launcher.plan.summary import plan_dict, summary_lines
     from launcher.platforms.targets import target_named
-    from launcher.spec.reading import load_spec
 
     errors: list[Problem] = []
     warnings: list[Problem] = []
@@ -123,6 +130,16 @@ def _ask(spec: JobSpec, planned: Plan, target: str, warnings: list[Problem]) -> 
 @site_option
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes left.")
 @click.option("--all", "show_all", is_flag=True, help="Show every fallback layout and every node.")
+@click.option(
+    "--top",
+    type=click.IntRange(min=1, max=1000),
+    metavar="N",
+    help="Show the N fastest layouts that fit all nodes, whatever the job file has.",
+)
+@click.option("--explain", is_flag=True, help="Show what a step's predicted time consists of.")
+@path_option(
+    "--picture", metavar="FILE", help="Draw speed against memory of the layouts; an .svg file."
+)
 @json_option
 def plan(
     *,
@@ -131,23 +148,31 @@ def plan(
     site: Site | None,
     nodes: int | None,
     show_all: bool,
+    top: int | None,
+    explain: bool,
+    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Show layout, placement and ladder of a job.
 
-    With --nodes, the layout the job would use when that many nodes are left.
+    With --nodes, the layout the job would use when that many nodes are left. With --top, the
+    fastest layouts: what to write into the job file, or `layout: auto`.
     """
-    from launcher.plan.search import plan as make_plan
+    from launcher.plan.loading import load_spec
+    from launcher.plan.planning import plan as make_plan
     from launcher.plan.summary import (
+        faster_layout,
         ladder_lines,
         placement_lines,
         plan_dict,
         rung_dict,
         summary_lines,
     )
-    from launcher.spec.reading import load_spec
 
     spec = load_spec(job, sets, site=site)
+    if top is not None or picture is not None:
+        _show_fastest(spec, top or TOP, picture, explain=explain, as_json=as_json)
+        return
     planned = make_plan(spec)
     left = spec.cluster.nodes if nodes is None else nodes
     if (rung := planned.ladder.rung_for(left)) is None:
@@ -161,10 +186,12 @@ def plan(
         print_json(answer)
         return
     print_problems(planned.warnings)
-    for line in summary_lines(spec, planned, rung):
+    for line in summary_lines(spec, planned, rung, explain=explain):
         click.echo(line)
     if nodes is not None:
         click.echo(f"nodes    {left:,} left: layout of {rung.num_nodes:,}, {spares:,} spare")
+    elif (faster := faster_layout(spec, planned)) is not None:
+        click.echo(f"fastest  {faster}: holdfast plan --top {TOP}")
     click.echo("\nPlacement (rank order: " + ", ".join(rung.layout.order) + ", innermost first)")
     for line in placement_lines(rung, spec.cluster.gpus_per_node, show_all=show_all):
         click.echo(f"  {line}")
@@ -172,6 +199,33 @@ def plan(
     batches = spec.facts.num_micro_batches if spec.command is None else None
     for line in ladder_lines(planned.ladder, batches, show_all=show_all):
         click.echo(f"  {line}")
+
+
+def _show_fastest(
+    spec: JobSpec, count: int, picture: Path | None, *, explain: bool, as_json: bool
+) -> None:
+    """Print the fastest layouts of a job's nodes, beside what its file has."""
+    from launcher.plan.planning import find_fastest
+    from launcher.plan.summary import candidate_dict, candidate_rows, time_lines
+    from launcher.runs.reports.report import check_picture, write_picture
+
+    if picture is not None:
+        check_picture(picture)
+    found = find_fastest(spec, max(count, DRAWN if picture else 0))
+    if picture is not None:
+        from launcher.runs.reports.layouts_picture import layouts_picture  # it takes a while
+
+        write_picture(picture, lambda: layouts_picture(found))
+    shown = found[:count]
+    if as_json:
+        print_json({"ok": True, "layouts": [candidate_dict(each, found[0]) for each in shown]})
+        return
+    names, rows = candidate_rows(shown)
+    print_table(names, rows, numbers={"", "micro-batch", "GiB", "step s", "tokens/s/GPU"})
+    for number, each in enumerate(shown if explain else (), 1):
+        click.echo(f"{number}  {each.layout.label}: {', '.join(time_lines(each.time))}")
+    written = [f"{key}: {json.dumps(value)}" for key, value in found[0].settings().items()]
+    click.echo(f"The first in the job file: {', '.join(written)}")
 
 
 @click.command(
@@ -208,9 +262,9 @@ def render(
     nothing was written.
     """
     from launcher.api import render as rendered
-    from launcher.plan.search import plan as make_plan
+    from launcher.plan.loading import load_spec
+    from launcher.plan.planning import plan as make_plan
     from launcher.platforms.targets import target_named
-    from launcher.spec.reading import load_spec
 
     name = target_on(site, target) or "slurm"
     target_named(name)  # before the job: a wrong name is all that is said

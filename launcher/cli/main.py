@@ -22,6 +22,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Jobs": {
         "check": ("job", "Check a job file; report every problem at once."),
         "plan": ("job", "Show layout, placement and ladder of a job."),
+        "simulate": ("simulate", "Simulate months of a fleet that runs a job."),
         "render": ("job", "Show what would be submitted: the script, and job.json."),
         "submit": ("submit", "Submit a job to a cluster, or resume a run."),
         "restart": ("cancel", "Let a run save and start again on all its nodes."),
@@ -57,6 +58,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     },
     "Fleet": {
         "preflight": ("preflight", "Check that every node is fit for a job."),
+        "calibrate": ("calibrate", "Measure nodes, so that predictions are of them."),
         "nodes": ("nodes", "Show and change which machines jobs are kept off."),
         "drain": ("nodes", "Let jobs leave nodes or a rack at a step boundary."),
     },

@@ -77,7 +77,7 @@ def rehearse(
     """
     from launcher.local.rehearse import CORPUS, Interrupted, Rehearsal, scaled
     from launcher.local.verdicts import Failing, passed
-    from launcher.spec.reading import load_spec
+    from launcher.plan.loading import load_spec
 
     try:
         spec = load_spec(job, sets)

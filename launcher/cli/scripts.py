@@ -145,7 +145,7 @@ def _write(path: Path, text: str, *, like: Path) -> None:
 
 
 def _text(path: Path) -> str:
-    from launcher.spec.reading import job_text
+    from launcher.plan.loading import job_text
     from launcher.spec.source import MAX_BYTES
 
     try:

@@ -26,7 +26,8 @@ from elastic_trainer.record.failures import (
 from launcher.doctor.why import Why, explain
 from launcher.local.faults import Chaos, Fault, parse_chaos, parse_faults
 from launcher.local.run import Interrupts, LocalRun
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.background import SUMMARY
 from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobId, JobRef, JobStatus, state_of
 from launcher.platforms.installed import need
@@ -46,7 +47,6 @@ from launcher.runs.submitting.asking import live_problems
 from launcher.runs.watching.run_status import RunStatus
 from launcher.runs.watching.screen import View
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 
 MAX_NODES = 64
 """More emulated nodes than this would only fight over the cores."""

@@ -38,11 +38,11 @@ from launcher.local.verdicts import (
     verdict,
 )
 from launcher.plan.clock import clock_chain, predicted_save_s
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.local import SMALL_DISK_BYTES, python_path
 from launcher.record.files import RunRecord
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
 MOST_WORKERS: Final = 8

@@ -37,11 +37,11 @@ from launcher.node.supervisor import (
     note_code,
     note_launch,
 )
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.local import start_ticks
 from launcher.render.local import render_local
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import BY_TORCHRUN, WrappedLaunch, job_of, launch_of
 from launcher.wrap.tasks import PODS, rank_of

@@ -19,13 +19,13 @@ from launcher.node.as_task import of_job
 from launcher.node.attempt import Attempt, say
 from launcher.node.script import ENDING, ON_SLURM, OWN_RESTART, RESTARTS, WHERE
 from launcher.node.supervisor import FOLDER, HOOK, RUN
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.slurm.parse import expand_nodes
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import is_run
 from launcher.spec.errors import UserError, writing
-from launcher.spec.reading import load_spec
 from launcher.wrap.ending import Ending, signalled
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import BY_TORCHRUN, WrappedLaunch, job_of, launch_of

@@ -21,10 +21,10 @@ from launcher.node.agent import TAKEN, as_of_one_srun, nodes_of, taken_signals
 from launcher.node.attempt import Attempt, say
 from launcher.node.launch import become, ending_in, without_first
 from launcher.node.supervisor import HOOK
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.render.local import render_local
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.wrap.interpreter import agents_python
 from launcher.wrap.launches import BY_TORCHRUN, NOT_YET, TASK, job_of, launch_of
 

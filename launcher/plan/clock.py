@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.plan.ladder import Ladder
-from launcher.plan.snapshots import BYTES_PER_PARAM, shortest_step_s
+from launcher.plan.rungs import predicted_step_s
+from launcher.plan.snapshots import BYTES_PER_PARAM
 from launcher.spec.errors import Offer, Problem, UserError
 from launcher.spec.spec import JobSpec
 
@@ -27,8 +28,8 @@ NODE_WRITE_BYTES_S: Final = 0.5e9
 """What a node is taken to write to storage: half of what torch's DCP was measured to do."""
 STORAGE_BYTES_S: Final = 50e9
 """What storage is taken to take from all nodes together."""
-SLOW_STEP: Final = 2.5
-"""A real step against the shortest possible one: 40 % of the measured matmul speed."""
+SLOW_STEP: Final = 1.5
+"""A step that takes long against the predicted one (docs/planner.md has the errors)."""
 SETTLE_S: Final = 10.0
 """Digests, manifest, the board's swap."""
 LATE_SIGNAL_S: Final = 60.0
@@ -91,11 +92,12 @@ def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
     if spec.command is not None:
         return spec.elastic.stop_grace_s
     nodes = max(ladder.min_nodes, ladder.max_nodes // 2)
-    step_s = (shortest_step_s(spec) or 0.0) * SLOW_STEP * ladder.max_nodes / nodes
-    return step_s + _write_s(spec, nodes)
+    rung = ladder.rung_for(nodes) or ladder.rungs[-1]
+    return SLOW_STEP * (predicted_step_s(spec, rung) or 0.0) + write_s(spec, nodes)
 
 
-def _write_s(spec: JobSpec, nodes: int) -> float:
+def write_s(spec: JobSpec, nodes: int) -> float:
+    """Return the predicted time to write a checkpoint of the built-in trainer, in seconds."""
     size = spec.shape.num_params() * BYTES_PER_PARAM
     return SETTLE_S + size / min(nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
 
@@ -132,7 +134,7 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
 def save_warnings(spec: JobSpec, ladder: Ladder) -> list[Problem]:
     """Return a warning where a checkpoint falls due before the one before it can be saved."""
     every_s = spec.checkpoint.every_s
-    save_s = _write_s(spec, ladder.max_nodes)
+    save_s = write_s(spec, ladder.max_nodes)
     if every_s is None or every_s >= save_s or spec.device == "cpu" or spec.command is not None:
         return []
     message = f"every {every_s:g} s, but writing one is predicted to take {math.ceil(save_s)} s"

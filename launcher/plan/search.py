@@ -1,150 +1,118 @@
-"""JobSpec -> Plan: the layout on all nodes, and the ladder below it. Pure.
+"""All legal layouts of a number of GPUs, fastest first. Pure.
 
-As nodes go, whole dp replicas are given up first; only when not one replica is left, pipeline
-stages, then context parallelism, then tensor parallelism. The global batch is the same on every
-rung.
+Layouts are made by the rules' own conditions (launcher/spec/rules.py), which are then asked of what
+is returned. What needs more memory than the GPU has is left out early: with a larger micro-batch,
+or less recomputed, a layout needs more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
 
-from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
-from elastic_trainer.plan.quantities import counted
-from launcher.plan.clock import save_warnings
-from launcher.plan.snapshots import Snapshots, snapshots
-from launcher.spec.errors import Problem
-from launcher.spec.gpu_memory import GIB
-from launcher.spec.rules import JobFacts, divisors, layout_findings, schedule_runs
-from launcher.spec.spec import JobSpec
+from launcher.plan.step_time import Hardware, Stack, StepTime, step_time
+from launcher.spec.gpu_memory import GIB, rank_bytes
+from launcher.spec.rules import (
+    JobFacts,
+    crosses_nodes,
+    divisors,
+    layout_findings,
+    schedule_runs,
+)
+
+Speeds = tuple[Hardware, Stack]
+"""What a step's time is predicted from."""
+RECOMPUTE: Final = ("none", "selective", "full")
+"""From what needs most memory to what needs least."""
+MAX_INTERLEAVE: Final = 8
+MAX_MICRO_BATCH: Final = 16
+ROOM: Final = 0.9
+"""Share of the GPU's memory that layouts may need which the planner chooses by itself: it errs by
+a tenth (docs/memory.md), and running out of memory ends a job."""
+_SAVED_BY_COPIES: Final = 1.5
+"""Copies of the parameters save at most what dp takes, and of `growth` its share."""
+_SHARD_NODES: Final = (1, 2, 4, 8, 16)
+"""Nodes, or NVLink domains, over which a copy of the parameters may be sharded (HSDP)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All that recovery will look up."""
+@dataclass(frozen=True, kw_only=True)
+class TimedLayout:
+    """One way to run a job's step."""
 
-    ladder: Ladder
-    """Its top rung has the layout on all nodes."""
-    snapshots: Snapshots
-    """What is kept in memory, and how often."""
-    warnings: tuple[Problem, ...]
-    """What is legal but may not be meant, the spec's own warnings included."""
+    facts: JobFacts
+    """The job, with this layout's micro-batch, recomputation and schedule."""
+    layout: ParallelLayout
+    rounds: int
+    """Micro-batches every dp rank runs per step, padded ones included."""
+    time: StepTime
 
+    @cached_property
+    def memory_gib(self) -> float | None:
+        """Predicted for the fullest rank; None where the GPU's memory is not known."""
+        if self.facts.memory_gib is None:
+            return None
+        return self.facts.rank_bytes(self.layout).total / GIB
 
-def plan(spec: JobSpec) -> Plan:
-    """Return the plan of a checked job. Depends on its argument alone."""
-    facts = spec.facts
-    sizes = spec.elastic.sizes or range(spec.min_nodes, facts.nodes + 1)
-    ladder = Ladder(tuple(_rungs(facts, spec.full_layout, spec.min_nodes, sizes)))
-    warnings = list(spec.warnings)
-    # By default the ladder ends where memory does, and nothing was asked for that is not there.
-    if ladder.min_nodes > spec.min_nodes and spec.elastic.min_nodes is not None:
-        gpu = facts.memory_gib
-        short = "" if gpu is None else f" (layouts that need more than {gpu:.1f} GiB are left out)"
-        warnings.append(
-            spec.problem(
-                "HF151",
-                "elastic.min_nodes",
-                f"fewer than {counted(ladder.min_nodes, 'node')} cannot be used, though "
-                f"min_nodes is {spec.min_nodes}: the job waits for nodes there{short}",
-                {"elastic.min_nodes": ladder.min_nodes},
-            )
-        )
-    cost, problems = snapshots(spec, ladder)
-    return Plan(ladder, cost, (*warnings, *problems, *save_warnings(spec, ladder)))
+    @property
+    def name(self) -> str:
+        """The layout as people read it, with the stages of a rank where these are several."""
+        times = f" x {self.facts.interleave}" if self.facts.interleave > 1 else ""
+        return f"{self.layout.label}{times}"
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs."""
+        return self.facts.global_batch * self.facts.seq_len / self.time.total
 
-def _rungs(
-    facts: JobFacts, top: ParallelLayout, min_nodes: int, sizes: Container[int]
-) -> Iterator[Rung]:
-    reductions = _reductions(facts, top)
-    current = next(reductions)
-    for num_nodes in range(facts.nodes, min_nodes - 1, -1):
-        if num_nodes not in sizes:
-            continue
-        gpus = num_nodes * facts.gpus_per_node
-        while current.world_size > gpus:
-            following = next(reductions, None)
-            if following is None:
-                return
-            current = following
-        dp, left_over = divmod(gpus, current.world_size)
-        if left_over or dp > facts.num_micro_batches:
-            continue  # the nodes that fill no replica are spares of the next rung
-        layout = top if num_nodes == facts.nodes else _fitting(facts, replace(current, dp=dp), top)
-        if layout is None:
-            continue
-        memory = None
-        if facts.memory_gib is not None:
-            memory = math.ceil(10 * facts.rank_bytes(layout).total / GIB) / 10
-        yield Rung(
-            num_nodes=num_nodes,
-            layout=layout,
-            micro_batches=num_rounds(facts, layout),
-            memory_gib=memory,
-            no_sync=facts.skips_sync(layout),
-        )
+    def settings(self) -> dict[str, Any]:
+        """Return key of the job file -> value, for the keys that the search chooses."""
+        facts, layout = self.facts, self.layout
+        degrees = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "dp_replicate", "ep")}
+        chosen: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
+        if facts.schedule != "1f1b":
+            chosen |= {"schedule": facts.schedule, "interleave": facts.interleave}
+        return {
+            "layout": chosen,
+            "train.micro_batch": facts.micro_batch,
+            "train.recompute": facts.recompute,
+        }
 
 
-def _reductions(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout]:
-    """Yield layouts of one replica in the order of giving up: `top`'s, less pp, less cp, less tp.
+def fastest(
+    facts: JobFacts, speeds: Speeds, *, count: int = 1, of_training: bool = False
+) -> list[TimedLayout]:
+    """Return the `count` fastest legal layouts of all the job's GPUs that fit, best first.
 
-    Only what stays legal however many replicas there are; the rest is for the
-    rung itself to find.
+    Args:
+        facts: the job; its memory is that of its GPU.
+        speeds: what the GPU, its links and the trainer do.
+        count: how many.
+        of_training: vary the micro-batch and recomputation too, which change no result; else they
+            are the job's.
     """
-    replica = replace(top, dp=1, dp_replicate=1, ep=1)
-    yield replica
-    last = replica.world_size
-    for axis in ("pp", "cp", "tp"):
-        for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
-            smaller = replace(replica, order=top.order, **{axis: degree})
-            if smaller.world_size < last and _usable(facts, smaller):
-                yield smaller
-                last = smaller.world_size
-        replica = replace(replica, order=top.order, **{axis: 1})
+    whole = list(_candidates(facts, speeds, of_training=of_training))
+    best_s = sorted(each.time.total for each in whole)[:count]
+    timed = whole + [
+        copies
+        for each in whole
+        if each.time.total - _SAVED_BY_COPIES * each.time.dp <= best_s[-1]
+        for copies in _split(each, speeds)
+    ]
+    found: list[TimedLayout] = []
+    for each in sorted(timed, key=_seconds):
+        if len(found) == count:
+            break
+        if each.facts.fits(each.layout, ROOM) and not any(layout_findings(each.facts, each.layout)):
+            found.append(each)
+    return found
 
 
-def _smaller_degrees(facts: JobFacts, axis: str, degree: int) -> list[int]:
-    """Return the degrees below `degree` that may be legal, largest first.
-
-    What the rules would refuse anyway is left out early: there may be thousands.
-    """
-    degrees = range(min(degree - 1, facts.num_gpus), 0, -1)
-    if axis == "cp":
-        return [d for d in degrees if d == 1 or facts.seq_len % (2 * d) == 0]
-    if axis == "tp":
-        return [d for d in degrees if facts.shape.num_kv_heads % d == 0]
-    return list(degrees)
-
-
-def _usable(facts: JobFacts, layout: ParallelLayout) -> bool:
-    """Return whether a lower rung may use `layout`.
-
-    Micro-batches that the interleaved schedule cannot run (HF111) are not an
-    obstacle there: `num_rounds` pads them.
-    """
-    return all(finding.code == "HF111" for finding in layout_findings(facts, layout))
-
-
-def _fitting(facts: JobFacts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
-    """Return `layout` with the most copies of the parameters, up to `top`'s, that fits.
-
-    A copy on fewer ranks needs more memory of each, so copies are given up before the rung. None:
-    not even one copy fits, or a rule forbids the layout.
-    """
-    for degree in range(min(layout.dp, top.dp_replicate), 0, -1):
-        if layout.dp % degree == 0:
-            experts = math.gcd(layout.dp // degree, facts.shape.num_experts)
-            ep = next(each for each in divisors(experts) if each <= top.ep)
-            found = replace(layout, dp_replicate=degree, ep=ep)
-            if not _usable(facts, found):
-                return None
-            if facts.fits(found):
-                return found
-    return None
+def _seconds(candidate: TimedLayout) -> float:
+    return candidate.time.total
 
 
 def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:
@@ -157,3 +125,115 @@ def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:
         while not schedule_runs(facts.schedule, layout.pp, rounds):
             rounds += 1
     return rounds
+
+
+def _candidates(facts: JobFacts, speeds: Speeds, *, of_training: bool) -> Iterator[TimedLayout]:
+    """Yield what fits at first sight with one copy of the parameters, timed.
+
+    What is recomputed although it fits without is left out.
+    """
+    sizes = [facts.micro_batch]
+    if of_training:
+        sizes = [d for d in reversed(divisors(facts.global_batch)) if d <= MAX_MICRO_BATCH]
+    for shape in _shapes(facts, facts.num_gpus):
+        for interleave in _interleaves(facts, shape.pp):
+            schedule = "interleaved" if interleave > 1 else "1f1b"
+            job = replace(facts, schedule=schedule, interleave=interleave)
+            largest = 0
+            for recompute in RECOMPUTE if of_training else (facts.recompute,):
+                for size in sizes:
+                    if size <= largest:
+                        continue
+                    variant = replace(job, micro_batch=size, recompute=recompute)
+                    timed = [
+                        found
+                        for ep in divisors(math.gcd(shape.dp, facts.shape.num_experts))
+                        if (found := _timed(variant, replace(shape, ep=ep), speeds)) is not None
+                    ]
+                    if not timed:
+                        break  # a larger micro-batch needs more
+                    largest = size
+                    yield from timed
+
+
+def _timed(facts: JobFacts, layout: ParallelLayout, speeds: Speeds) -> TimedLayout | None:
+    """Return a layout of which the first stage's ranks fit; those of others may need more."""
+    rounds = micro_batches_per_rank(facts.num_micro_batches, layout.dp)
+    if facts.num_micro_batches < layout.dp:
+        return None
+    if layout.pp > 1 and not schedule_runs(facts.schedule, layout.pp, rounds):
+        return None
+    work, memory = facts.work(layout), facts.memory_gib
+    if memory is not None and rank_bytes(work, layout, rounds).total > ROOM * memory * GIB:
+        return None
+    time = step_time(work, layout, rounds, *speeds)
+    return TimedLayout(facts=facts, layout=layout, rounds=rounds, time=time)
+
+
+def _shapes(facts: JobFacts, num_gpus: int) -> Iterator[ParallelLayout]:
+    """Yield the legal degrees of `num_gpus` ranks, of one copy of the parameters."""
+    shape = facts.shape
+    whole = math.gcd(shape.num_heads, shape.num_kv_heads, shape.vocab_size, shape.ffn_dim)
+    whole = math.gcd(whole, facts.domain) if not facts.allow_tp_across_nodes else whole
+    stages = 1 if shape.tie_embeddings else shape.num_layers
+    for tp in divisors(whole):
+        for cp in divisors(facts.seq_len):
+            tokens, left = divmod(facts.seq_len, cp)
+            if left or tokens % tp or (cp > 1 and tokens % 2):
+                continue
+            ranks, left = divmod(num_gpus, tp * cp)
+            for pp in () if left else divisors(ranks):
+                if pp <= stages:
+                    yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp=ranks // pp)
+
+
+def _interleaves(facts: JobFacts, pp: int) -> Sequence[int]:
+    if pp == 1:
+        return (1,)
+    most = min(MAX_INTERLEAVE, facts.shape.num_layers // pp)
+    return range(1, most + 1)
+
+
+def _split(candidate: TimedLayout, speeds: Speeds) -> Iterator[TimedLayout]:
+    """Yield a candidate with several copies of the parameters, each on a few nodes (HSDP)."""
+    facts, layout = candidate.facts, candidate.layout
+    ranks = layout.tp * layout.cp
+    shards = {facts.domain * nodes // ranks for nodes in _SHARD_NODES} - {0}
+    for copies in sorted({layout.dp // each for each in shards if layout.dp % each == 0} - {1}):
+        if layout.dp // copies % layout.ep == 0:
+            split = _timed(facts, replace(layout, dp_replicate=copies), speeds)
+            if split is not None:
+                yield split
+
+
+# --- why one is slower than another ---------------------------------------------------
+
+
+def slower_by(best: TimedLayout, other: TimedLayout) -> tuple[float, str]:
+    """Return how much longer `other`'s step is, as a share of `best`'s, and what is to blame.
+
+    The term that adds most seconds, and what of the layout it comes from.
+    """
+    extra = {
+        name: seconds - getattr(best.time, name) for name, seconds in other.time.items().items()
+    }
+    name = max(extra, key=lambda each: extra[each])
+    return other.time.total / best.time.total - 1, _cause(name, other)
+
+
+def _cause(name: str, candidate: TimedLayout) -> str:
+    layout, facts = candidate.layout, candidate.facts
+    if name == "tp":
+        beyond = " crosses the node" if crosses_nodes(facts, layout) else ""
+        return f"tp{layout.tp}{beyond}: communication of tensor parallelism"
+    if name == "bubble":
+        return f"pp{layout.pp}, {candidate.rounds} micro-batches: pipeline bubble"
+    causes = {
+        "matmul": f"micro-batch {facts.micro_batch}: smaller products, or uneven stages",
+        "recompute": f"{facts.recompute} recomputation",
+        "cp": f"cp{layout.cp}: exchange of keys and values",
+        "p2p": f"pp{layout.pp}: activations between stages",
+        "dp": f"dp{layout.dp}: gathering parameters and reducing gradients",
+        "launch": f"{candidate.rounds} micro-batches: kernel launches",
+    }
+    return causes.get(name, name)

@@ -7,8 +7,7 @@ Where HSDP's replicas hold the same, nothing is copied.
 An image comes over the GPU's own PCIe link while the next step computes, is authenticated by one
 core, and goes out by the node's interfaces for copies (`network.copy_interfaces`; without any, by
 the one of the agents), each taken to be as fast as one GPU's (`nic_gbit`): a node's workers, of
-which each has a connection of its own, share them. The time of a step is the least possible, so
-real shares are smaller.
+which each has a connection of its own, share them.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Final
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.quantities import sized
+from launcher.plan.rungs import predicted_step_s
 from launcher.spec.errors import Problem
 from launcher.spec.hardware import GPUS
 from launcher.spec.kubernetes import quantity_bytes
@@ -77,7 +77,7 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
         workers * _image_bytes(params, layout) * (4 if _copied(layout, workers) else 2)
         for layout in layouts
     )
-    gpu, step_s = GPUS.get(spec.cluster.gpu), shortest_step_s(spec)
+    gpu, step_s = GPUS.get(spec.cluster.gpu), predicted_step_s(spec, ladder.rungs[0])
     copy_s, stall_s = image * SECONDS_PER_BYTE, None
     bytes_per_s = _copy_bytes_per_s(spec)
     if gpu is not None:
@@ -101,8 +101,8 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
         every = least
         text = (
             f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s and holds up the "
-            f"training for {stall_s:.2f} s, a step may take {step_s:.2f} s only: one every {every} "
-            f"steps instead of {asked} (at most {STALL_BUDGET:.0%} of the time, and "
+            f"training for {stall_s:.2f} s, a step is predicted to take {step_s:.2f} s: one every "
+            f"{every} steps instead of {asked} (at most {STALL_BUDGET:.0%} of the time, and "
             f"{NIC_SHARE:.0%} of the network that copies take: network.copy_interfaces)"
         )
         asked_for = {"checkpoint.memory_every_steps": every}
@@ -196,18 +196,3 @@ def _image_bytes(params: int, layout: ParallelLayout) -> int:
 
 def _copied(layout: ParallelLayout, workers: int) -> bool:
     return layout.dp_replicate == 1 and layout.world_size > workers
-
-
-def shortest_step_s(spec: JobSpec) -> float | None:
-    """Return the least time of a step: 6 FLOPs per token and parameter it meets, at measured speed.
-
-    None on the emulated cluster and for GPUs whose speed is not known.
-    """
-    gpu = GPUS.get(spec.cluster.gpu)
-    tflops = (gpu.measured_tflops or gpu.bf16_tflops) if gpu else None
-    if tflops is None:
-        return None
-    if spec.train.float8:
-        tflops *= 2
-    tokens = spec.train.global_batch * spec.train.seq_len
-    return 6 * spec.shape.active_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)

@@ -12,18 +12,28 @@ from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import Plugin
 from elastic_trainer.plan.quantities import counted, scaled
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
+from launcher.plan.rungs import predicted_step_s
+from launcher.plan.search import TimedLayout, fastest, slower_by
 from launcher.plan.snapshots import snapshot_line
+from launcher.plan.step_time import StepTime, mfu, step_time
 from launcher.spec.gpu_memory import GIB
 from launcher.spec.hardware import device_memory_gib
 from launcher.spec.spec import JobSpec
 
+SAME: Final = 0.0005
+"""Layouts that differ by less are as fast."""
 HEAD: Final = 8
 """Lines shown at either end of a long list."""
 
 
-def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[str]:
-    """Return model (or command), layout, batch and ladder, a line each."""
+def summary_lines(
+    spec: JobSpec, plan: Plan, rung: Rung | None = None, *, explain: bool = False
+) -> list[str]:
+    """Return model (or command), layout, batch and ladder, a line each.
+
+    With `explain` what a step's predicted time consists of.
+    """
     rung = rung or plan.ladder.rungs[0]
     layout, cluster, train = rung.layout, spec.cluster, spec.train
     tokens = train.global_batch * train.seq_len
@@ -32,11 +42,11 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
     spares = f", {cluster.spares} more as spares" if cluster.spares else ""
     nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
-    shape = spec.shape
+    shape, chosen = spec.shape, ", chosen: layout is auto" if spec.layout_was_auto else ""
     active = f", {short(shape.active_params())} a token" if shape.num_experts > 1 else ""
     lines = [
         f"model    {spec.model_name}, {short(shape.num_params())} parameters{active}",
-        f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}",
+        f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}{chosen}",
         f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
         (
             f"batch    {sequences} x {train.seq_len:,} = {short(tokens)} "
@@ -47,7 +57,9 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
             f"ladder   {counted(len(rungs), 'layout')}, "
             f"{plan.ladder.max_nodes:,} to {counted(plan.ladder.min_nodes, 'node')}"
         ),
+        *_loss_lines(spec, plan.ladder),
         *_gpu_lines(spec, rung),
+        *_speed_lines(spec, plan, rung, explain=explain),
         snapshot_line(plan.snapshots),
     ]
     if spec.command is None:
@@ -82,6 +94,59 @@ def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
         if size >= GIB / 20
     )
     return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB: {items}"]
+
+
+def _speed_lines(spec: JobSpec, plan: Plan, rung: Rung, *, explain: bool) -> list[str]:
+    """Return how fast a rung is predicted to be; of a GPU without figures nothing."""
+    step_s = predicted_step_s(spec, rung)
+    if rung.tokens_per_s is None or step_s is None or plan.speeds is None:
+        return []
+    gpus, seq_len = rung.layout.world_size, spec.train.seq_len
+    share = mfu(spec.shape, seq_len, rung.tokens_per_s, gpus, spec.cluster.gpu)
+    of_peak = "" if share is None else f", {share:.0%} of the peak (MFU)"
+    line = (
+        f"speed    a step {step_s:.3g} s, {rung.tokens_per_s / gpus:,.0f} tokens/s a GPU{of_peak}"
+    )
+    if not explain:
+        return [line]
+    facts = spec.facts
+    time = step_time(facts.work(rung.layout), rung.layout, rung.micro_batches, *plan.speeds)
+    return [line, *(f"           {item}" for item in time_lines(time))]
+
+
+def _loss_lines(spec: JobSpec, ladder: Ladder) -> list[str]:
+    """Return what the loss of one node costs where that is over twice its share, and what binds.
+
+    What binds is what keeps the mesh from losing just its share: the batch, or whole replicas.
+    """
+    top, left = ladder.rungs[0], ladder.max_nodes - 1
+    rung = ladder.rung_for(left)
+    if rung is None or top.tokens_per_s is None or rung.tokens_per_s is None:
+        return []
+    cost = 1 - rung.tokens_per_s / top.tokens_per_s
+    if cost < 0:
+        text = f"{counted(rung.num_nodes, 'node')} are {-cost:.1%} faster as {rung.layout.label}"
+        return [f"slow     {text}: holdfast plan --top 5 shows the fastest layouts"]
+    if cost <= 2 / ladder.max_nodes:
+        return []
+    replica, per_node = top.layout.world_size // top.layout.dp, spec.cluster.gpus_per_node
+    dp, over = divmod(left * per_node, replica)
+    binds, helps = [], ["spares"]
+    if over:
+        binds.append(f"a replica is {replica / per_node:g} nodes")
+        helps.append("a smaller replica")
+    batches, size = spec.facts.num_micro_batches, spec.train.micro_batch
+    if dp and batches % dp:
+        rounds = f"{-(-batches // dp)} rounds instead of {top.micro_batches}"
+        binds.append(f"{batches:,} micro-batches over dp {dp} are {rounds}")
+        whole = sorted({batches // dp * dp * size, -(-batches // dp) * dp * size} - {0})
+        helps.insert(0, f"a global_batch of {' or '.join(f'{each:,}' for each in whole)}")
+    idle = left - rung.num_nodes
+    waits = f", and {counted(idle, 'node')} idle" if idle else ""
+    *others, last = helps
+    help_ = f"{', '.join(others)} or {last}" if others else last
+    text = f"{', '.join(binds) or 'the layouts left are slower'}; {help_} would help"
+    return [f"lost     one node costs {cost:.1%} of the speed{waits}: {text}"]
 
 
 def short(count: float) -> str:
@@ -129,19 +194,87 @@ def ladder_lines(
     """
     width = max(len("layout"), *(len(rung.layout.label) for rung in ladder.rungs))
     memory = f"{'GiB':>5}  " if ladder.rungs[0].memory_gib is not None else ""
-    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  {memory}idle places"
+    top = ladder.rungs[0].tokens_per_s
+    speed = f"{'tokens/s':>10}         " if top is not None else ""
+    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  {memory}{speed}"
+    head += f"{'idle places':<13}idle nodes"
     rows = []
     if num_micro_batches is None:
         rows = [f"{rung.num_nodes:>7,}  {rung.layout.label}" for rung in ladder.rungs]
         return [f"{'nodes':>7}  layout", *(rows if show_all else ends(rows, "layouts"))]
-    for rung in ladder.rungs:
+    above = [rung.num_nodes for rung in ladder.rungs[:-1]]
+    for rung, larger in zip(ladder.rungs, [ladder.max_nodes + 1, *above], strict=True):
         places = rung.micro_batches * rung.layout.dp
         idle = places - num_micro_batches
         share = f"{idle} of {places}" if idle else "-"
+        waits = f"up to {larger - 1 - rung.num_nodes:,}" if larger - 1 > rung.num_nodes else "-"
         nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout.label:<{width}}"
         memory = f"{rung.memory_gib:>5.1f}  " if rung.memory_gib is not None else ""
-        rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {memory}{share}")
+        speed = ""
+        if rung.tokens_per_s is not None and top is not None:
+            speed = f"{rung.tokens_per_s:>10,.0f}  {rung.tokens_per_s / top:>5.1%}  "
+        rows.append(
+            f"{nodes}  {layout}  {rung.micro_batches:>13}  {memory}{speed}{share:<13}{waits}"
+        )
     return [head, *(rows if show_all else ends(rows, "layouts"))]
+
+
+def faster_layout(spec: JobSpec, plan: Plan) -> str | None:
+    """Return a layout of all nodes that is a tenth faster than the job's, if there is one."""
+    rate = plan.ladder.rungs[0].tokens_per_s
+    if plan.speeds is None or rate is None:
+        return None
+    found = fastest(spec.facts, plan.speeds)
+    gain = found[0].tokens_per_s / rate - 1 if found else 0.0
+    return f"{found[0].layout.label} would be {gain:.0%} faster" if gain >= 0.1 else None
+
+
+def candidate_rows(found: Sequence[TimedLayout]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of a table of layouts, best first."""
+    rows = []
+    for number, each in enumerate(found, 1):
+        facts, gpus = each.facts, each.layout.world_size
+        share, cause = slower_by(found[0], each)
+        recompute = facts.recompute
+        memory = each.memory_gib
+        rows.append(
+            [
+                f"{number}",
+                each.name,
+                f"{facts.micro_batch}",
+                recompute,
+                "" if memory is None else f"{memory:.1f}",
+                f"{each.time.total:.3g}",
+                f"{each.tokens_per_s / gpus:,.0f}",
+                f"+{share:.1%}  {cause}" if share >= SAME else "",
+            ]
+        )
+    names = ["", "layout", "micro-batch", "recompute", "GiB", "step s", "tokens/s/GPU", "slower by"]
+    return names, rows
+
+
+def time_lines(time: StepTime) -> list[str]:
+    """Return the items of a step's time, longest first, with their shares."""
+    items = sorted(time.items().items(), key=lambda item: -item[1])
+    listed = [f"{name} {seconds:.3g} s ({seconds / time.total:.0%})" for name, seconds in items]
+    return [item for item, (_, seconds) in zip(listed, items, strict=True) if seconds > 0]
+
+
+def candidate_dict(candidate: TimedLayout, best: TimedLayout) -> dict[str, Any]:
+    """Return one layout as plain JSON types."""
+    share, cause = slower_by(best, candidate)
+    return {
+        "layout": candidate.layout.to_dict(),
+        "text": str(candidate.layout),
+        "settings": candidate.settings(),
+        "micro_batches": candidate.rounds,
+        "memory_gib": candidate.memory_gib,
+        "step_s": candidate.time.total,
+        "items_s": candidate.time.items(),
+        "tokens_per_s": candidate.tokens_per_s,
+        "slower_by": share,
+        "because_of": cause if candidate is not best else None,
+    }
 
 
 def ends(lines: Sequence[str], what: str) -> list[str]:
@@ -160,6 +293,7 @@ def rung_dict(spec: JobSpec, rung: Rung) -> dict[str, Any]:
         "text": str(rung.layout),
         "micro_batches": rung.micro_batches if spec.command is None else None,
         "memory_gib": rung.memory_gib,
+        "tokens_per_s": rung.tokens_per_s,
         "no_sync": rung.no_sync,
     }
 

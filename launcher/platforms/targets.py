@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from launcher.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.plan.search import Plan
+    from launcher.plan.planning import Plan
     from launcher.platforms.base import Backend
     from launcher.spec.spec import JobSpec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.plan.quantities import counted
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
 from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import (
     API_VERSIONS,

@@ -13,7 +13,7 @@ from typing import Final
 from elastic_trainer.board.address import KUBERNETES, parse_address
 from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.plan.clock import PodClock, pod_clock
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
 from launcher.render.kubernetes_names import (
     OPERATORS,
     RUN_DIR_ANNOTATION,

@@ -8,7 +8,7 @@ from typing import Final
 
 from elastic_trainer.board.address import KUBERNETES
 from elastic_trainer.plan.config import CheckpointSection, TrainConfig
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.spec.errors import UserError
 from launcher.spec.source import read_source, write_sets

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.config import NO_DOMAIN
 from launcher.plan.clock import Clock, clock_chain
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
 from launcher.render.fabric import Variable, fabric_variables
 from launcher.render.local import Bundle, checkpoint_dir, render_local, resolve
 from launcher.render.shell import (

@@ -86,6 +86,8 @@ def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:
 
 def _layout(spec: JobSpec, bad: set[str]) -> Iterator[BrokenRule]:
     facts, want = spec.facts, spec.layout
+    if spec.layout_is_auto:
+        return  # it will be one that is legal
     dp = max(1, spec.dp)
     layout = ParallelLayout(dp=dp, tp=want.tp, pp=want.pp, cp=want.cp, order=want.order)
     if want.dp == "auto":

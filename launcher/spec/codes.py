@@ -67,7 +67,7 @@ _TABLE: Final = {
     "HF110": ("Fewer micro-batches per dp rank than stages.", "Enlarge global_batch."),
     "HF111": (
         "The interleaved schedule cannot run this number of micro-batches.",
-        "Use a multiple of pp.",
+        "Use a multiple of pp, or another number that it splits into equal groups.",
     ),
     "HF112": ("global_batch is not a multiple of micro_batch.", "Use a multiple."),
     "HF113": ("Fewer micro-batches than dp ranks.", "Enlarge global_batch, or lower dp."),
@@ -115,6 +115,11 @@ _TABLE: Final = {
         "elastic.sizes lacks cluster.nodes, or has sizes outside min_nodes to nodes.",
         "List the numbers of nodes to train on, that of the cluster among them.",
     ),
+    "HF136": (
+        "`layout: auto` of a job whose speed is not known: a script, or a GPU without figures.",
+        "Write the degrees, or measure the GPU by `holdfast calibrate`.",
+    ),
+    "HF138": ("The profile is of another GPU.", "Use one of the job's GPU, or calibrate."),
     # Warnings: the job is legal.
     "HF150": ("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": ("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),
@@ -171,6 +176,15 @@ _TABLE: Final = {
         "Free or repair machines; see `holdfast nodes list`.",
     ),
     "HF190": ("train.float8 without train.compile is slow.", "Set train.compile: true."),
+    "HF195": (
+        "The profile is of nodes or layers of another kind.",
+        "Calibrate again with the job.",
+    ),
+    "HF196": ("The job is far beyond what its profile measured.", "Take predictions with care."),
+    "HF197": (
+        "Far fewer spares than pay for themselves on Slurm.",
+        "Raise cluster.spares; see `holdfast simulate`.",
+    ),
     "HF187": ("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": (
@@ -205,6 +219,9 @@ _TABLE: Final = {
     ),
     "HF211": ("A site over SSH has no holdfast.", "Install it there, or name its path."),
     "HF212": ("A site over SSH has another version.", "Use the same version here and there."),
+    "HF213": ("There is no such profile.", "Use one of those listed, or run `holdfast calibrate`."),
+    "HF214": ("A damaged profile, or one of another version.", "Run `holdfast calibrate` again."),
+    "HF215": ("The nodes could not be measured.", "Fix what the message names."),
     # Checkpoints, on the nodes.
     "HF301": ("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": ("The board cannot be read.", "Check the run directory's file system."),
@@ -325,7 +342,7 @@ _TABLE: Final = {
     "HF660": ("No such check.", "Use one of those listed."),
     "HF661": ("Slurm does not know the partition or nodes.", "See `sinfo`."),
     "HF662": ("Nothing of the run runs there.", "See `holdfast status`."),
-    "HF620": ("A report cannot be written in this format.", "Write .html or .png."),
+    "HF620": ("A file cannot be written in this format.", "Use a suffix that is named."),
     # Platforms: submitting, watching, cancelling.
     "HF650": ("A program that the platform needs is missing.", "Install it."),
     "HF651": ("An ambiguous run name.", "Name one of the runs listed."),
@@ -374,6 +391,12 @@ _TABLE: Final = {
     "HF698": ("A job cannot be rehearsed here.", "See why its undisturbed run failed."),
     "HF697": ("There is no usable webhook.", "Set HOLDFAST_WEBHOOK, or --url-file."),
     "HF696": ("The metrics cannot be served there.", "Choose another --listen."),
+    # `simulate`.
+    "HF685": ("An assumption of a simulation that cannot be.", "Use a number in its range."),
+    "HF686": (
+        "A run's record has no recovery to take times from.",
+        "Use a run that has recovered from a failure, or leave --run out.",
+    ),
     # The batch script's helpers.
     "HF670": ("The run is live in another job.", "Cancel that job, or wait for its end."),
     "HF671": ("The job failed too often.", "See `holdfast why`, then `submit --resume`."),

@@ -158,7 +158,7 @@ class RankBytes:
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return sum(dataclasses.astuple(self))
+        return sum(self.items().values())
 
     @property
     def counted(self) -> int:
@@ -167,7 +167,10 @@ class RankBytes:
 
     def items(self) -> dict[str, int]:
         """Return item -> bytes."""
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in _ITEMS}
+
+
+_ITEMS: Final = tuple(field.name for field in dataclasses.fields(RankBytes))
 
 
 def fullest_rank(

@@ -1,26 +1,21 @@
 """YAML text -> JobSpec; every problem in one go, with file, line and how to fix it.
 
-`parse_spec` is pure. `load_spec` alone reads files: the job file, and the config.json that `model`
-may name.
+`parse_spec` is pure. `load_spec` alone reads files: the job file, and the config.json and the
+profile that it may name.
 """
 
 from __future__ import annotations
 
-import codecs
 import copy
 import difflib
-import errno
-import json
-import os
 import re
 import shlex
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -35,20 +30,14 @@ from elastic_trainer.plan.models import (
     Plugin,
     parse_hf_config,
 )
-from elastic_trainer.storage.files import open_regular, read_regular
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
-from launcher.spec.source import MAX_BYTES, SpecSource, describe, dotted, read_source
 from launcher.spec.source import Path as KeyPath
+from launcher.spec.source import SpecSource, describe, dotted, read_source
 from launcher.spec.spec import FOR_COMMANDS, MODEL_TAGS, OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.spec.values import as_text
 
-if TYPE_CHECKING:
-    from launcher.platforms.sites import Site
-
-MAX_MODEL_BYTES: Final = 16 << 20
-"""Of a model's config.json, which is a page of text."""
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
 Sections = Mapping[str, Mapping[str, FieldInfo]]
@@ -233,77 +222,6 @@ def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Probl
     return [*found, *cross_check(spec, bad | _keys(found))]
 
 
-def load_spec(
-    job: str | Path | Mapping[str, Any] | JobSpec,
-    sets: Sequence[str] = (),
-    *,
-    site: Site | None = None,
-    folder: Path | None = None,
-) -> JobSpec:
-    """Read a job.
-
-    Args:
-        job: path of a job file, its values as plain data, or a job that was read before.
-        sets: overrides as `train.steps=50`, later ones winning.
-        site: the cluster, whose defaults count where the job says nothing.
-        folder: base of relative paths in it; None: the folder of the job file, or the working
-            directory.
-
-    Raises:
-        UserError: HF001 or HF002 when it cannot be read, HF005 when it is not plain data; else as
-            `parse_spec`.
-    """
-    if isinstance(job, JobSpec):
-        text, file, before, base_dir = job.text, job.source.file, job.sets, job.folder
-    elif isinstance(job, Mapping):
-        text, file, before, base_dir = _json(job), "job", (), Path.cwd()
-    else:
-        text, file, before, base_dir = _text(job), str(job), (), Path(job).absolute().parent
-    base_dir = folder or base_dir
-
-    def read(name: str) -> str:
-        """Read the config.json of a model, given itself or by its folder."""
-        try:
-            model_path = base_dir / Path(name).expanduser()
-        except RuntimeError as error:  # ~name of somebody who is not known here
-            raise FileNotFoundError(str(error)) from error
-        if model_path.is_dir():
-            model_path /= "config.json"
-        return read_regular(model_path, MAX_MODEL_BYTES).decode()
-
-    defaults = [] if site is None else site.sets(read_source(text, file, before).data)
-    spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
-    spec.remember(folder=base_dir)
-    return spec
-
-
-def _text(path: str | Path) -> str:
-    file = str(path)
-    try:
-        return job_text(Path(path))
-    except UnicodeDecodeError as error:
-        message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
-        raise UserError("HF002", message, where=Where(file)) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"cannot be read: {reason}; check the path"
-        raise UserError("HF001", message, where=Where(file)) from error
-
-
-def _json(values: Mapping[str, Any]) -> str:
-    """Return values as JSON, which is YAML that no text needs quotes for."""
-    try:
-        return json.dumps(dict(values), ensure_ascii=False, indent=1, allow_nan=False, default=_str)
-    except (TypeError, ValueError) as error:
-        raise UserError("HF005", f"{error}; a job is made of plain data") from error
-
-
-def _str(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
-
-
 def _fill_values(source: SpecSource) -> list[Problem]:
     """Fill `values:` into the command; return problems with values that it does not take."""
     values, command = source.data.get("values"), source.data.get("command")
@@ -323,19 +241,6 @@ def _fill_values(source: SpecSource) -> list[Problem]:
         for name in values
         if name not in taken
     ]
-
-
-def job_text(path: Path) -> str:
-    """Return the text of a job file, cut behind what a job file may have."""
-    if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # a shell's <(...), or its input
-        with path.open("rb") as file:
-            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
-                raise OSError(errno.EINVAL, "not a regular file")
-            raw = file.read(4 * MAX_BYTES + 1)
-    else:
-        with open_regular(path) as file:
-            raw = file.read(4 * MAX_BYTES + 1)
-    return codecs.decode(raw, "utf-8-sig")
 
 
 def _fill_for_command(source: SpecSource) -> set[str]:

@@ -192,6 +192,11 @@ class Cluster(SpecSection):
     gpu: Text = Field(
         description="GPU name, or cpu for the emulated cluster; with a `command` any name will do."
     )
+    profile: Text | None = Field(
+        None,
+        description="What `holdfast calibrate` has measured on such nodes, by its name; null: "
+        "predictions are from vendors' figures.",
+    )
     spares: Annotated[int, Field(ge=0, le=10**6)] = Field(
         0, description="Nodes asked for on top of `nodes`, which wait for others to fail."
     )

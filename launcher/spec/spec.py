@@ -21,6 +21,7 @@ from launcher.spec.source import SpecSource
 
 if TYPE_CHECKING:
     from launcher.spec.kubernetes import Kubernetes
+    from launcher.spec.profile import Profile
     from launcher.spec.slurm import Slurm
 
 MODEL_TAGS: Final = ("by-name", "by-dimensions")
@@ -39,7 +40,9 @@ class JobSpec(values.SpecSection):
     model: Model = Field(
         description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
     )
-    layout: sections.Layout = values.optional_section("Parallelism.")
+    layout: Annotated[sections.Layout, values.OrAuto()] = values.optional_section(
+        "Parallelism; auto: the fastest layout that fits."
+    )
     cluster: sections.Cluster = Field(description="The machines.")
     train: Annotated[config.TrainSection, values.Becomes(sections.Train)] = Field(
         description="What is trained."
@@ -86,9 +89,11 @@ class JobSpec(values.SpecSection):
     _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
+    _layout_was_auto: bool = PrivateAttr(default=False)
+    _profile: Profile | None = PrivateAttr(default=None)
 
     def remember(self, **known: Any) -> None:
-        """Keep what `reading.py` knows: source, text, sets, folder, shape, warnings."""
+        """Keep what reading and loading know: source, text, folder, shape, profile and more."""
         for name, value in known.items():
             setattr(self, f"_{name}", value)
 
@@ -130,6 +135,21 @@ class JobSpec(values.SpecSection):
     def warnings(self) -> tuple[Problem, ...]:
         """What is legal but may not be meant."""
         return self._warnings
+
+    @property
+    def layout_is_auto(self) -> bool:
+        """Whether the layout is yet to be chosen: `layout` then has its defaults."""
+        return self._source.data.get("layout") == values.AUTO
+
+    @property
+    def layout_was_auto(self) -> bool:
+        """Whether the layout was chosen for the job, and not written in its file."""
+        return self._layout_was_auto
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured on such nodes, where the job names it."""
+        return self._profile
 
     @property
     def shape(self) -> ModelShape:

@@ -383,6 +383,23 @@ class PlatformSection:
         return handler(TypeAdapter(self.load()).core_schema)
 
 
+AUTO: Final = "auto"
+
+
+class OrAuto:
+    """Annotation of a section in whose place `auto` may stand, which is read as its defaults."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return what validates the section, or an empty one for `auto`."""
+        return core_schema.no_info_before_validator_function(
+            lambda value: {} if value == AUTO else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        """Return the section's JSON schema, or the word."""
+        return {"anyOf": [handler(schema), {"const": AUTO}]}
+
+
 def optional_section(description: str) -> Any:
     """Return the field of a section that may be left out, and then has its defaults.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from launcher.plan.clock import clock_chain
-from launcher.plan.search import Plan
+from launcher.plan.planning import Plan
 from launcher.render.sbatch import CONTAINER_PYTHON, SET_BY_SCRIPT, step_log
 from launcher.render.shell import Quoted, check_path, quoted, template, words
 from launcher.spec.errors import UserError

@@ -21,7 +21,7 @@ from random_jobs import MAX_WORLD, drawn_jobs, legal_jobs
 
 from elastic_trainer.plan.layout import AXES
 from elastic_trainer.train.rank_part import rank_part
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import to_train_config
 from launcher.spec.codes import CODES
 from launcher.spec.errors import UserError

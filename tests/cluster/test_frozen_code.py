@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.submitting.freeze import freeze_code, survey, upgrade, use_code

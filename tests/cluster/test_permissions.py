@@ -31,9 +31,9 @@ from pathlib import Path
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.submitting.environment import describe, note_environment
 from launcher.runs.submitting.freeze import freeze_code, survey, use_code
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import render_local
-from launcher.spec.reading import load_spec
+from launcher.plan.loading import load_spec
 
 base, run_dir = Path(sys.argv[1]), Path(sys.argv[1]) / "runs" / "r"
 spec = load_spec(base / "job.yaml")

@@ -19,7 +19,7 @@ from tiny_run import event_files
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.record.events import Event
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.record import stop_request
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs

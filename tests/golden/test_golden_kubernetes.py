@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.kubernetes.documents import template_of
 from launcher.platforms.targets import target_named
 from launcher.render.kubernetes_names import job_name
-from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {

@@ -16,7 +16,7 @@ from elastic_trainer.board.state import BoardState
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.events import EVENTS
 from elastic_trainer.record.sample_ledger import SampleAudit
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.targets import target_named
 from launcher.render.kubernetes_names import (
     RUN_LABEL,

@@ -16,10 +16,10 @@ from k8s_cluster import Cluster
 from kubectl import install, kubectl, why_not
 from kubernetes.dynamic.exceptions import ForbiddenError, UnprocessibleEntityError
 
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.kubernetes.documents import template_of
 from launcher.platforms.targets import target_named
-from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "manifests" / "base"

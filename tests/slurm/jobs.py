@@ -22,12 +22,12 @@ from tiny_run import LOSS_REL, TEXT
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.record.sample_ledger import SampleAudit
 from launcher.cli.main import run_cli
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.render.sbatch import render_slurm
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.reports.data import audit_ledger
 from launcher.runs.run_dir import write_bundle
-from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[2]
 MORE = """\

@@ -27,7 +27,7 @@ from launcher.runs.reports.data import ReportData, differences, kind_text, thin
 WIDTH_IN: Final = 10.5
 MOST_BARS: Final = 40
 """Recoveries that are drawn, the longest ones: a run of months may have thousands."""
-_LOSS, _REDONE, _FAILURE, _GROWTH, _GRID = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d", "#e4e7eb"
+_LOSS, _REDONE, _FAILURE, _GROWTH, GRID = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d", "#e4e7eb"
 _VALIDATION = "#b45309"
 _BANDS = ("#eaf2fd", "#fdf1e3", "#e8f6ec", "#f3ecfb", "#fdeaea", "#e6f6f7")
 _EXTRA = (("#f5a742", 4.5), ("#0f766e", 1.0), ("#9333ea", 1.0), ("#64748b", 1.0))
@@ -90,8 +90,13 @@ def charts_of(data: ReportData) -> list[Chart]:
 
 def svg(chart: Chart, data: ReportData) -> str:
     """Return one chart as an SVG document."""
-    with _figure(chart.height_in) as figure:
-        chart.draw(figure, data)
+    return svg_of(chart.height_in, lambda figure: chart.draw(figure, data))
+
+
+def svg_of(height_in: float, draw: Callable[[FigureBase], None]) -> str:
+    """Return what `draw` draws into a figure as an SVG document."""
+    with new_figure(height_in) as figure:
+        draw(figure)
         out = io.StringIO()
         nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nobody)
@@ -111,7 +116,7 @@ def png_figure(data: ReportData) -> Iterator[Figure]:
     """Yield all charts as one figure."""
     charts = charts_of(data)
     heights = [chart.height_in + 0.3 for chart in charts]
-    with _figure(sum(heights) + 0.4) as figure:
+    with new_figure(sum(heights) + 0.4) as figure:
         figure.suptitle(data.title, fontsize=13, fontweight="bold")
         parts = figure.subfigures(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
         for chart, part in zip(charts, parts, strict=True):
@@ -121,7 +126,8 @@ def png_figure(data: ReportData) -> Iterator[Figure]:
 
 
 @contextmanager
-def _figure(height_in: float) -> Iterator[Figure]:
+def new_figure(height_in: float) -> Iterator[Figure]:
+    """Yield an empty figure in the style of the charts."""
     with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)  # inches
         figure = Figure(figsize=(WIDTH_IN, height_in), layout=layout)
@@ -153,12 +159,12 @@ def _draw_loss(figure: FigureBase, data: ReportData) -> None:
     if data.validation:
         legend["validation"] = _plot(axes, data.validation, _VALIDATION, 1.6, style="--")
     legend |= {
-        f"layout {layout_label(name)}": Patch(facecolor=colour, edgecolor=_GRID)
+        f"layout {layout_label(name)}": Patch(facecolor=colour, edgecolor=GRID)
         for name, colour in bands.items()
     }
     _mark(axes, data, legend)
     _label(axes, "step", "training loss (nats per token)")
-    _legend(figure, legend)
+    draw_legend(figure, legend)
 
 
 def _mark(axes: Axes, data: ReportData, legend: dict[str, Any]) -> None:
@@ -217,7 +223,7 @@ def _draw_distance(figure: FigureBase, data: ReportData) -> None:
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _label(axes, "step", "|difference| / loss")
-    _legend(figure, legend)
+    draw_legend(figure, legend)
 
 
 def _draw_speed(figure: FigureBase, data: ReportData) -> None:
@@ -248,7 +254,7 @@ def _draw_progress(figure: FigureBase, data: ReportData) -> None:
             _badge(axes, (begin + end) / 2, str(number), _FAILURE)
     _label(axes, f"{unit} since the start", "step")
     axes.set_xlim(left=0)
-    _legend(figure, legend)
+    draw_legend(figure, legend)
 
 
 def _bars(data: ReportData) -> list[tuple[int, Mapping[str, Any]]]:
@@ -275,7 +281,7 @@ def _draw_phases(figure: FigureBase, data: ReportData) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.08)
     axes.set_xlabel("seconds from the fault to the next completed step")
-    _legend(figure, legend)
+    draw_legend(figure, legend)
 
 
 def _plot(
@@ -290,12 +296,13 @@ def _plot(
 def _label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(axis="y", color=_GRID)
+    axes.grid(axis="y", color=GRID)
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
+def draw_legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
+    """Draw a legend below all axes: name -> what was drawn."""
     longest = max(map(len, legend), default=0)
     columns = max(1, int((WIDTH_IN - 1) / (0.5 + 0.065 * longest)))
     figure.legend(

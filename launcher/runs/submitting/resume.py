@@ -14,7 +14,8 @@ from typing import Final
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.storage.files import of_each, read_regular, write_atomic
 from launcher.fleet.node_ledger import node_ledger_at, place_for
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.platforms.base import Backend, JobRef, JobState, JobStatus, Machines
 from launcher.platforms.targets import target_named
 from launcher.record import stop_request
@@ -46,7 +47,6 @@ from launcher.runs.submitting.environment import (
 from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
 from launcher.runs.submitting.freeze import upgrade as freeze_again
 from launcher.spec.errors import Problem, UserError, advice, writing
-from launcher.spec.reading import load_spec
 
 _LIVE = (JobState.PENDING, JobState.RUNNING)
 _FIXED: Final = {

@@ -17,7 +17,8 @@ from typing import Any
 from elastic_trainer.board.address import KUBERNETES
 from launcher.fleet.node_ledger import FOLDER, NodeLedger, node_ledger_at
 from launcher.plan.clock import clock_chain
-from launcher.plan.search import Plan, plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import Plan, plan
 from launcher.platforms.base import Backend, JobRef, JobState, Machines
 from launcher.platforms.sites import Site
 from launcher.platforms.targets import Target, target_named
@@ -38,7 +39,6 @@ from launcher.runs.submitting.freeze import (
     use_code,
 )
 from launcher.spec.errors import Problem, UserError, advice
-from launcher.spec.reading import load_spec
 from launcher.spec.spec import JobSpec
 
 MAX_TASKS = 1000

@@ -19,7 +19,7 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.storage import files
 from elastic_trainer.storage.files import publish
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import render_local
 from launcher.spec.reading import parse_spec
 

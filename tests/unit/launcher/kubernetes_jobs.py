@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.targets import target_named
 from launcher.spec.errors import UserError
 from launcher.spec.reading import parse_spec

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import urllib3
 import yaml
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.kubernetes.api import ApiPatience, KubernetesApi, connect
 from launcher.platforms.kubernetes.documents import (
     CONFIG_MAP,

@@ -16,7 +16,7 @@ import pytest
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Ended, Lease, update
 from launcher.node.pod import PodEnv
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import render_local
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,7 @@ from elastic_trainer.state.manifest import Manifest, with_commit
 from elastic_trainer.state.storage import CheckpointStorage
 from launcher.cli.checkpoint import _lines, missing_tokenizer, run_converter
 from launcher.cli.main import run_cli
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import to_train_config
 from launcher.runs.checkpoints.commits import (
     Reference,

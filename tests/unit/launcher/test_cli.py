@@ -93,15 +93,40 @@ def test_a_missing_file_is_the_users_mistake(command, capsys):
 
 
 def test_plan_shows_placement_and_ladder(job, capsys):
-    assert run_cli(["plan", job, "--set", "layout.tp=4", "--set", "layout.cp=2"]) == 0
+    sets = ["--set", "layout.tp=4", "--set", "layout.cp=2"]
+    assert run_cli(["plan", job, *sets]) == 0
     out = capsys.readouterr().out
     assert "node 0     ranks 0-7           dp 0, cp 0-1, tp 0-3" in out
     assert "node 3     ranks 24-31         dp 3, cp 0-1, tp 0-3" in out
-    assert "dp3·cp2·tp4             22   17.7  2 of 66" in out
+    top = next(line for line in out.splitlines() if line.lstrip().startswith("4  dp4·cp2·tp4"))
+    assert " 16 " in top
+    assert "100.0%" in top
+    assert run_cli(["plan", job, *sets, "--set", "cluster.gpu=cpu"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["3", "dp3·cp2·tp4", "22", "2", "of", "66", "-"] in rows
+
+
+def test_plan_shows_the_fastest_layouts(job, capsys, tmp_path):
+    picture = tmp_path / "layouts.svg"
+    assert run_cli(["plan", job, "--top", "3", "--picture", str(picture), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(found) == 3
+    assert found[0]["slower_by"] == 0
+    assert [each["step_s"] for each in found] == sorted(each["step_s"] for each in found)
+    assert sum(found[0]["items_s"].values()) == pytest.approx(found[0]["step_s"])
+    assert picture.read_text().startswith("<?xml")
+    assert run_cli(["plan", job, "--top", "3", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert found[0]["settings"]["train.recompute"] in out
+    assert "matmul" in out
+    assert run_cli(["plan", job, "--picture", str(tmp_path / "layouts.txt")]) == 2
+    assert "HF620" in capsys.readouterr().err
+    assert run_cli(["plan", job, "--top", "3", "--set", "cluster.gpu=cpu"]) == 2
+    assert "HF136" in capsys.readouterr().err
 
 
 def test_plan_for_the_nodes_left(job, capsys):
-    sets = ["--set", "layout.pp=2"]
+    sets = ["--set", "layout.pp=2", "--set", "cluster.gpu=cpu"]
     assert run_cli(["plan", job, *sets, "--nodes", "3", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert (chosen["nodes"], chosen["spares"], chosen["rung"]["text"]) == (3, 1, "dp1-pp2-cp1-tp8")

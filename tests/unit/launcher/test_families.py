@@ -10,13 +10,13 @@ import pytest
 from problem_lines import has_parts
 
 from elastic_trainer.plan.models import PRESETS, Mistral, Plugin, Qwen3
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.render.local import to_train_config
 from launcher.render.sbatch import _mounts
 from launcher.runs.checkpoints.start_from import forbidden_shape
 from launcher.runs.submitting.freeze import freeze_code, pointed_to, survey
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 
 DIMS = {"num_layers": 4, "dim": 64, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 96,
         "vocab_size": 512}  # fmt: skip

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.plan.config import TrainConfig
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.record.files import RunRecord
 from launcher.render.local import render_local
 from launcher.runs import run_dir as run_dirs

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import PRESETS, ModelShape
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
+from launcher.plan.search import ROOM
 from launcher.plan.summary import summary_lines
 from launcher.spec.errors import UserError
 from launcher.spec.gpu_memory import GIB, HOLDFAST, StackTraits, Workload, fullest_rank, rank_bytes
@@ -364,16 +365,17 @@ def test_copies_of_the_parameters_are_given_up_before_nodes_are(make_spec):
         "layout={dp: auto, dp_replicate: 16}", "cluster.nodes=8", "train.global_batch=64",
         "train.recompute=full", "elastic.min_nodes=1",
     )  # fmt: skip
-    copies = {rung.num_nodes: rung.layout.dp_replicate for rung in plan(spec).ladder.rungs}
-    assert set(copies) == set(range(1, 9))
-    assert copies[8] == 16
-    for nodes, found in copies.items():
-        layout = dataclasses.replace(spec.full_layout, dp=8 * nodes, dp_replicate=found)
+    rungs = plan(spec).ladder.rungs
+    assert rungs[0].layout.dp_replicate == 16
+    assert rungs[-1].num_nodes == 1
+    for rung in rungs:
+        layout = rung.layout
         assert spec.facts.fits(layout)
-        more = [d for d in range(found + 1, 17) if 8 * nodes % d == 0]
+        same = (layout.tp, layout.cp, layout.pp) == (1, 1, 1)
+        more = [d for d in range(layout.dp_replicate + 1, 17) if layout.dp % d == 0]
         wider = [dataclasses.replace(layout, dp_replicate=degree) for degree in more]
-        assert not any(spec.facts.fits(each) for each in wider)
-    assert copies[1] < 8  # a whole copy on each GPU would not fit
+        assert not any(spec.facts.fits(each, 1.0 if same else ROOM) for each in wider)
+    assert rungs[-1].layout.dp_replicate < 8  # a whole copy on each GPU would not fit
 
 
 def test_rungs_that_do_not_fit_are_left_out(make_spec):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sbatch_lines import directives, has_sbatch, real_directives
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.sbatch import render_slurm
 from launcher.spec.errors import UserError
 from launcher.spec.reading import parse_spec

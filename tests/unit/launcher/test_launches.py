@@ -12,9 +12,9 @@ from torch.distributed.run import get_args_parser
 from elastic_trainer.plan.command import fill
 from launcher.cli.main import run_cli
 from launcher.node.launch import output_of
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.wrap.launches import NOT_YET, job_of, launch_of
 from launcher.wrap.sruns import srun_of
 from launcher.wrap.wrapped import script_of

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.targets import target_named
 from launcher.spec.codes import WARNINGS
 from launcher.spec.errors import UserError

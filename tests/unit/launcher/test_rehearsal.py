@@ -27,9 +27,9 @@ from launcher.local.verdicts import (
     verdict,
 )
 from launcher.plan.clock import Clock
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 CORPUS = Path("/nowhere/corpus.txt")

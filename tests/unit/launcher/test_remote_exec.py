@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.hangs.look import find_workers, lines_of
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.base import JobId, JobRef
 from launcher.platforms.commands import CommandResult
 from launcher.record.files import LauncherLog

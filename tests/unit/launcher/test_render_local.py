@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.plan.config import TrainConfig
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.platforms.targets import TARGETS, target_named
 from launcher.render.local import render_local, to_train_config
 from launcher.spec.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.local import to_train_config
 from launcher.runs.checkpoints.start_from import (
     KEYS,

@@ -20,11 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_trainer.plan.config import METRICS_TARGETS
 from elastic_trainer.record.events import Event
 from launcher.cli.main import cli
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.record.run_metrics import STATES, RunMetrics
 from launcher.render.local import render_local
 from launcher.runs.reports.metrics import RunsCollector, agents_of, write_targets
-from launcher.spec.reading import load_spec
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"

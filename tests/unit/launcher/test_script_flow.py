@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.sbatch import render_slurm
 from launcher.spec.reading import parse_spec
 

@@ -1,212 +1,183 @@
 from __future__ import annotations
 
-import math
+import itertools
+import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_trainer.plan.ladder import Ladder
-from launcher.plan.search import num_rounds, plan
+from elastic_trainer.plan.layout import ParallelLayout
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import find_fastest, plan, speeds_of
+from launcher.plan.search import fastest, num_rounds, slower_by
+from launcher.plan.step_time import machine_of, step_time
 from launcher.spec.errors import UserError
-from launcher.spec.reading import parse_spec
-from launcher.spec.rules import layout_findings, schedule_runs
+from launcher.spec.rules import divisors, expert_findings, layout_findings, replicate_finding
 
-TEXT = """\
-name: a
-model: {num_layers: 12, dim: 96, num_heads: 24, num_kv_heads: 12, ffn_dim: 96, vocab_size: 480}
-cluster: {gpu: cpu}
-train: {seq_len: 96, steps: 1}
-data: {path: x}
-"""
+JOB = {
+    "name": "a",
+    "model": "llama3-8b",
+    "layout": "auto",
+    "cluster": {"nodes": 4, "gpus_per_node": 8, "gpu": "H100-80GB-SXM"},
+    "train": {"seq_len": 8192, "global_batch": 64, "steps": 1},
+    "data": {"path": "x"},
+}
+SMALL = {"num_layers": 6, "dim": 96, "num_heads": 12, "ffn_dim": 96, "vocab_size": 480}
+
+
+def job(*sets, **sections):
+    return load_spec({**JOB, **sections}, sets)
 
 
 @st.composite
-def specs(draw):
-    per_node = draw(st.sampled_from([1, 2, 4, 8]))
-    degrees = {axis: draw(st.sampled_from([1, 1, 2, 3, 4])) for axis in ("tp", "cp", "pp")}
-    interleave = draw(st.sampled_from([1, 1, 2]))
-    replica = degrees["tp"] * degrees["cp"] * degrees["pp"]
-    unit = math.lcm(replica, per_node) // per_node
-    nodes = unit * draw(st.integers(1, 5))
-    sets = [f"layout.{axis}={degree}" for axis, degree in degrees.items()]
-    sets += [
-        "layout.allow_tp_across_nodes=true",
+def small_jobs(draw):
+    nodes, per_node = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4, 8]))
+    gpus = nodes * per_node
+    assume(gpus <= 24)
+    return job(
         f"cluster.nodes={nodes}",
         f"cluster.gpus_per_node={per_node}",
-        f"elastic.min_nodes={draw(st.integers(1, nodes))}",
-        f"train.global_batch={draw(st.integers(12, 60)) * 4}",
-        f"train.micro_batch={draw(st.sampled_from([1, 2]))}",
-        f"layout.dp_replicate={draw(st.sampled_from([1, 1, 2, 4]))}",
-        f"layout.interleave={interleave}",
-        f"layout.schedule={'interleaved' if interleave > 1 else '1f1b'}",
-    ]
-    try:
-        return parse_spec(TEXT, sets=sets)
-    except UserError:
-        assume(False)
+        f"train.global_batch={draw(st.integers(gpus, 60))}",
+        "train.seq_len=96",
+        f"train.recompute={draw(st.sampled_from(['none', 'full']))}",
+        layout={},
+        model={**SMALL, "tie_embeddings": draw(st.booleans())},
+    )
 
 
-@given(specs())
-def test_every_rung_is_legal_and_fills_its_nodes(spec):
-    facts, planned = spec.facts, plan(spec)
-    sizes = [rung.num_nodes for rung in planned.ladder.rungs]
-    assert sizes[0] == spec.cluster.nodes
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert sizes[-1] >= spec.min_nodes
-    for rung in planned.ladder.rungs:
-        layout = rung.layout
-        assert layout.world_size == rung.num_nodes * spec.cluster.gpus_per_node
-        assert {finding.code for finding in layout_findings(facts, layout)} <= {"HF111"}
-        assert layout.order == spec.layout.order
+def every_legal_step(spec):
+    """Return the time of each layout that no rule refuses, by trying all degrees there are."""
+    facts, speeds = spec.facts, speeds_of(spec)
+    gpus = facts.num_gpus
+    for tp, cp, pp in itertools.product(divisors(gpus), repeat=3):
+        dp, left = divmod(gpus, tp * cp * pp)
+        if left or not dp:
+            continue
+        for interleave in range(1, facts.shape.num_layers // pp + 1 if pp > 1 else 2):
+            schedule = "interleaved" if interleave > 1 else "1f1b"
+            own = replace(facts, interleave=interleave, schedule=schedule)
+            layout = ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
+            if not any(layout_findings(own, layout)):
+                rounds = num_rounds(own, layout)
+                yield step_time(own.work(layout), layout, rounds, *speeds).total
 
 
-@given(specs())
-def test_the_global_batch_is_the_same_on_every_rung(spec):
-    batches = spec.facts.num_micro_batches
-    for rung in plan(spec).ladder.rungs:
-        assert rung.micro_batches * rung.layout.dp >= batches
-        assert batches >= rung.layout.dp, "a dp rank without any micro-batch of its own"
-        if rung.layout.pp == 1 or spec.layout.schedule == "1f1b":
-            assert (rung.micro_batches - 1) * rung.layout.dp < batches
-        else:
-            assert schedule_runs("interleaved", rung.layout.pp, rung.micro_batches)
+@given(small_jobs())
+def test_no_legal_layout_is_faster_than_the_first(spec):
+    steps = list(every_legal_step(spec))
+    found = fastest(spec.facts, speeds_of(spec), count=10)
+    assert bool(found) == bool(steps)
+    if found:
+        assert found[0].time.total <= min(steps) * (1 + 1e-9)
 
 
-@given(specs())
-def test_replicas_go_first_then_pp_then_cp_then_tp(spec):
-    top = spec.full_layout
-    replica = top.tp * top.cp * top.pp
-    for rung in plan(spec).ladder.rungs:
-        layout = rung.layout
-        if rung.num_nodes * spec.cluster.gpus_per_node >= replica:
-            assert (layout.tp, layout.cp, layout.pp) == (top.tp, top.cp, top.pp)
-        if layout.cp < top.cp:
-            assert layout.pp == 1
-        if layout.tp < top.tp:
-            assert (layout.pp, layout.cp) == (1, 1)
+@given(small_jobs(), st.booleans())
+def test_what_is_found_is_legal_and_ordered(spec, of_training):
+    found = fastest(spec.facts, speeds_of(spec), count=20, of_training=of_training)
+    times = [each.time.total for each in found]
+    assert times == sorted(times)
+    for each in found:
+        layout = each.layout
+        assert layout.world_size == spec.facts.num_gpus
+        assert not any(layout_findings(each.facts, layout))
+        assert replicate_finding(layout.dp, layout.dp_replicate) is None
+        assert not any(expert_findings(spec.shape, layout.dp, layout.dp_replicate, layout.ep))
+        if not of_training:
+            assert each.facts.recompute == spec.train.recompute
+            assert each.facts.micro_batch == spec.train.micro_batch
+        # What it says to write into the job file gives just this layout.
+        chosen = load_spec(
+            spec, [f"{key}={json.dumps(value)}" for key, value in each.settings().items()]
+        )
+        assert chosen.full_layout == layout
+        assert chosen.facts == replace(each.facts, auto_dp=True)
 
 
-@given(specs())
-def test_no_whole_replica_is_left_idle(spec):
-    planned = plan(spec)
-    top, per_node = spec.full_layout, spec.cluster.gpus_per_node
-    replica = top.tp * top.cp * top.pp
-    rungs = {rung.num_nodes for rung in planned.ladder.rungs}
-    for nodes in range(spec.min_nodes, spec.cluster.nodes):
-        if nodes * per_node % replica == 0:
-            assert nodes in rungs
+def test_what_does_not_fit_is_left_out():
+    spec = job("model=llama3-70b", "cluster.nodes=8", "train.global_batch=512")
+    found = find_fastest(spec, 50)
+    assert len(found) == 50
+    memory = [each.memory_gib for each in found]
+    assert max(memory) <= spec.facts.memory_gib
+    roomy = job(
+        "model=llama3-70b",
+        "cluster.nodes=8",
+        "train.global_batch=512",
+        "cluster.gpu=H200-141GB-SXM",
+    )
+    assert max(each.memory_gib for each in find_fastest(roomy, 50)) > spec.facts.memory_gib
 
 
-@given(specs())
-def test_hsdp_keeps_what_it_can(spec):
-    wanted = spec.layout.dp_replicate
-    for rung in plan(spec).ladder.rungs:
-        replicate, dp = rung.layout.dp_replicate, rung.layout.dp
-        assert replicate <= wanted
-        assert not any(dp % degree == 0 for degree in range(replicate + 1, min(wanted, dp) + 1))
+def test_the_term_that_makes_a_layout_slower_is_named():
+    spec = job(layout={"tp": 8, "pp": 4})
+    speeds = speeds_of(spec)
+    best = fastest(spec.facts, speeds)[0]
+    slow = ParallelLayout(tp=8, pp=4, dp=1)
+    rounds = num_rounds(spec.facts, slow)
+    time = step_time(spec.facts.work(slow), slow, rounds, *speeds)
+    other = replace(best, facts=spec.facts, layout=slow, rounds=rounds, time=time)
+    share, cause = slower_by(best, other)
+    assert share == pytest.approx(time.total / best.time.total - 1)
+    extra = {name: s - getattr(best.time, name) for name, s in time.items().items()}
+    most = max(extra, key=extra.get)
+    assert {"tp": "tp8", "bubble": "pp4"}.get(most, most) in cause
+    assert slower_by(best, best)[0] == 0
 
 
-@given(specs(), st.integers(0, 30))
-def test_the_plan_depends_on_the_spec_alone(spec, nodes):
-    first, second = plan(spec), plan(parse_spec(spec.text, sets=spec.sets))
-    assert first.ladder == second.ladder
-    if nodes >= first.ladder.min_nodes:
-        assert first.ladder.rung_for(nodes) == second.ladder.rung_for(nodes)
+def test_an_automatic_layout_is_the_fastest_with_the_jobs_own_training():
+    spec = job("train.recompute=full", "train.micro_batch=2")
+    assert spec.layout_was_auto
+    assert not spec.layout_is_auto
+    found = fastest(spec.facts, speeds_of(spec))[0]
+    assert spec.full_layout == found.layout
+    assert (spec.train.recompute, spec.train.micro_batch) == ("full", 2)
+    assert plan(spec).ladder.rungs[0].layout == found.layout
 
 
-def test_the_405b_ladder_gives_up_one_replica(make_spec):
-    spec = make_spec(
-        "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16}", "cluster.nodes=2048",
-        "train.seq_len=131072", "train.global_batch=128", "elastic.min_nodes=1792",
-        "train.recompute=full",
-    )  # fmt: skip
-    rungs = plan(spec).ladder.rungs
-    assert [(rung.num_nodes, str(rung.layout), rung.micro_batches) for rung in rungs] == [
-        (2048, "dp8-pp16-cp16-tp8", 16),
-        (1792, "dp7-pp16-cp16-tp8", 19),
-    ]
-
-
-def test_a_rung_has_the_largest_ep_that_divides_its_ranks_and_the_experts(make_spec):
-    spec = make_spec(
-        "model=mixtral-8x7b", "layout={tp: 8, ep: 4}", "cluster.nodes=12", "train.global_batch=96",
-        "cluster.gpu=B200",
-    )  # fmt: skip
-    found = {rung.num_nodes: rung.layout.ep for rung in plan(spec).ladder.rungs}
-    assert found == {12: 4, 11: 1, 10: 2, 9: 1, 8: 4, 7: 1, 6: 2, 5: 1, 4: 4, 3: 1, 2: 2, 1: 1}
-    spec = make_spec(
-        "model=mixtral-8x7b", "layout={tp: 8, dp_replicate: 2, ep: 4}", "cluster.nodes=16",
-        "train.global_batch=96",
-    )  # fmt: skip
-    found = {rung.num_nodes: rung.layout for rung in plan(spec).ladder.rungs}
-    assert [(found[n].dp_replicate, found[n].ep) for n in (16, 15, 12, 8)] == [
-        (2, 4),
-        (1, 1),
-        (2, 2),
-        (2, 4),
-    ]
-    assert Ladder.from_ranges(plan(spec).ladder.to_ranges()) == plan(spec).ladder
+def test_a_job_that_was_read_keeps_the_layout_that_was_chosen():
+    spec = job()
+    again = load_spec(spec, ["train.steps=2"])
+    assert again.full_layout == spec.full_layout
+    assert "layout=auto" not in again.sets
+    assert load_spec(spec, ["layout={tp: 2}"]).full_layout.tp == 2
+    assert job("layout=auto", layout={"tp": 4}).full_layout == spec.full_layout
 
 
 @pytest.mark.parametrize(
-    ("sets", "once"),
+    ("sets", "code"),
     [
-        ((), True),
-        (("train.no_sync=false",), False),
-        (("train.recompute=none",), False),  # 78 of 79.2 GiB with it: more than nine tenths
-        (("train.global_batch=32",), False),  # one micro-batch
-        (("train.global_batch=32", "train.no_sync=true"), False),
-        (("layout.pp=2",), False),  # pipelines do so by themselves
-        (("cluster.gpu=cpu",), False),  # nobody knows what fits
-        (("cluster.gpu=cpu", "train.no_sync=true"), True),
+        (["cluster.gpu=cpu"], "HF136"),
+        (["model=llama3-405b", "cluster.nodes=1"], "HF131"),
+        (["train.global_batch=1", "train.seq_len=7"], "HF131"),
     ],
 )
-def test_gradients_are_reduced_once_a_step_where_memory_allows(make_spec, sets, once):
-    spec = make_spec("layout.tp=1", "train.global_batch=128", *sets)
-    top = plan(spec).ladder.rungs[0]
-    assert top.no_sync is once
-    if once:
-        held = spec.facts.rank_bytes(top.layout).gradients
-        assert held == pytest.approx(4 * spec.shape.num_params(), rel=0.01)
-    assert Ladder.from_ranges(plan(spec).ladder.to_ranges()) == plan(spec).ladder
+def test_no_layout_can_be_chosen(sets, code):
+    with pytest.raises(UserError) as caught:
+        job(*sets)
+    assert caught.value.code == code
+    assert caught.value.problems[0].where.key == "layout"
 
 
-def test_only_the_sizes_that_are_listed_have_rungs(make_spec):
-    sizes = [rung.num_nodes for rung in plan(make_spec("cluster.nodes=8")).ladder.rungs]
-    assert sizes == [8, 7, 6, 5, 4, 3, 2, 1]
-    listed = plan(make_spec("cluster.nodes=8", "elastic.sizes=[2, 8, 4]")).ladder
-    assert [rung.num_nodes for rung in listed.rungs] == [8, 4, 2]
-    assert listed.rung_for(7).num_nodes == 4
-    assert listed.rung_for(1) is None
+def test_what_would_fit_is_offered():
+    with pytest.raises(UserError) as caught:
+        job(
+            "cluster.nodes=1", "train.seq_len=131072", "train.global_batch=8", "train.micro_batch=8"
+        )
+    [problem] = caught.value.problems
+    assert problem.code == "HF131"
+    assert problem.offers
 
 
-def test_by_default_one_replica_is_the_last_rung(make_spec):
-    planned = plan(make_spec("layout={tp: 8, pp: 2}", "train.global_batch=64"))
-    assert [rung.num_nodes for rung in planned.ladder.rungs] == [4, 2]
+def test_a_script_has_no_fastest_layout():
+    spec = job(command="train.py", layout={})
+    assert speeds_of(spec) is None
+    with pytest.raises(UserError) as caught:
+        find_fastest(spec, 1)
+    assert caught.value.code == "HF136"
 
 
-def test_nodes_that_fill_no_replica_are_spares(make_spec):
-    planned = plan(make_spec("layout={tp: 8, pp: 2}", "elastic.min_nodes=1"))
-    assert [(r.num_nodes, str(r.layout)) for r in planned.ladder.rungs] == [
-        (4, "dp2-pp2-cp1-tp8"),
-        (2, "dp1-pp2-cp1-tp8"),
-        (1, "dp1-pp1-cp1-tp8"),
-    ]
-    assert planned.ladder.rung_for(3).num_nodes == 2
-
-
-def test_min_nodes_that_no_rung_reaches_is_a_warning(make_spec):
-    planned = plan(make_spec("layout={tp: 8, pp: 2}", "elastic.min_nodes=3"))
-    assert planned.ladder.min_nodes == 4
-    (warning,) = (found for found in planned.warnings if found.code == "HF151")
-    assert all(value in warning.message for value in ("4 nodes", "min_nodes is 3"))
-
-
-def test_the_interleaved_schedule_is_padded_on_lower_rungs(make_spec):
-    spec = make_spec(
-        "layout={tp: 4, pp: 2, schedule: interleaved, interleave: 2}", "train.global_batch=64"
-    )
-    rounds = {rung.layout.dp: rung.micro_batches for rung in plan(spec).ladder.rungs}
-    assert rounds == {4: 16, 3: 22, 2: 32, 1: 64}
-    assert num_rounds(spec.facts, spec.full_layout) == 16
+def test_every_gpu_with_a_known_peak_has_a_machine():
+    assert machine_of("no such GPU", 8) is None
+    assert machine_of("cpu", 8) is None

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from problem_lines import has_parts
 
 from elastic_trainer.plan.models import PRESETS
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.plan.summary import summary_lines
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec, parse_spec
+from launcher.spec.reading import parse_spec
 from launcher.spec.spec import all_sections, keys_of
 
 ROOT = Path(__file__).parents[3]
@@ -311,7 +312,7 @@ def test_a_command_keeps_its_number_of_nodes_unless_the_job_says_that_it_may_shr
 def test_plugins_of_others_are_left_alone():
     code = """
 import sys
-from launcher.spec.reading import load_spec
+from launcher.plan.loading import load_spec
 load_spec("examples/tiny-cpu.yaml")
 from pydantic import create_model
 create_model("Other", x=(int, 1))()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from problem_lines import has_parts
 
-from launcher.plan.search import plan
+from launcher.plan.planning import plan
 from launcher.render.fabric import fabric_variables
 from launcher.render.sbatch import render_slurm, render_sweep
 from launcher.spec.reading import parse_spec

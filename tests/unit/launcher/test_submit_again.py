@@ -11,9 +11,9 @@ from fake_slurm import SUBMIT, tree
 from slurm_bench import fresh, submit
 
 from launcher.cli.main import run_cli
+from launcher.plan.loading import load_spec
 from launcher.record import stop_request
 from launcher.record.files import LauncherLog, events_named
-from launcher.spec.reading import load_spec
 
 __all__ = ["fresh"]  # the fixture
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_launches import ENV
 
 from launcher.cli.main import run_cli
-from launcher.plan.search import plan
+from launcher.plan.loading import load_spec
+from launcher.plan.planning import plan
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.wrap.ending import signalled
 from launcher.wrap.launches import job_of, launch_of
 from launcher.wrap.wrapped import wrap_script as wrapped_script

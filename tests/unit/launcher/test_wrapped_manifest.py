@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from launcher.cli.main import run_cli
 from launcher.node.as_task import as_pod, of_job
+from launcher.plan.loading import load_spec
 from launcher.spec.errors import UserError
-from launcher.spec.reading import load_spec
 from launcher.wrap.launches import job_of, launch_of
 from launcher.wrap.manifest import is_manifest, wrap_manifest
 from launcher.wrap.tasks import rank_of
