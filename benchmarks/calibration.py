@@ -73,11 +73,10 @@ def _measured(layout: str, steps: int, run_dir: Path, env: dict[str, str]) -> fl
     """Train, and return the median seconds of a step."""
     sets = [word for each in sets_of(layout, steps) for word in ("--set", each)]
     _holdfast("run", str(JOB), "--quiet", "--run-dir", str(run_dir), *sets, env=env)
-    seconds = {
-        event.fields["step"]: event.fields["step_s"]
-        for event in events_named(run_dir, ["step.completed"])
-    }
-    return statistics.median(taken for step, taken in seconds.items() if step > FIRST)
+    events = events_named(run_dir, ["step.completed"])
+    return statistics.median(
+        event.fields["step_s"] for event in events if (event.step or 0) > FIRST
+    )
 
 
 @click.command(help=__doc__.split("\n", maxsplit=1)[0])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -33,6 +34,9 @@ Examples:
   holdfast calibrate --gpu H100-80GB-SXM --gpus 8 --partition train --profile alps
   holdfast calibrate --to local --count 2 --profile here
 """
+
+_FAR: Final = 0.3
+"""Of a step's time: more says that its figures do not belong together."""
 
 
 @click.command("calibrate", epilog=EPILOG)
@@ -165,3 +169,11 @@ def _print(profile: Profile, machine: Hardware, stack: Stack) -> None:
     ]
     names = ("step of", "layers x width", "tokens", "measured ms", "predicted ms")
     print_table(names, rows, numbers=names[3:])
+    apart = [
+        abs(compute_s(step, machine, stack) / step.compute_s - 1) for step in profile.found.steps
+    ]
+    if max(apart) > _FAR:
+        say(
+            f"steps are up to {max(apart):.0%} from what the profile predicts of them: were the "
+            "nodes in use?"
+        )
