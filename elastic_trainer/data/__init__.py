@@ -3,5 +3,6 @@
 from elastic_trainer.data.corpus import IGNORED, Corpus, Samples, open_corpus
 from elastic_trainer.data.source import DataError
 from elastic_trainer.data.text import DOCUMENT_SEPARATOR
+from elastic_trainer.data.tokenised import Crew
 
-__all__ = ["DOCUMENT_SEPARATOR", "IGNORED", "Corpus", "DataError", "Samples", "open_corpus"]
+__all__ = ["DOCUMENT_SEPARATOR", "IGNORED", "Corpus", "Crew", "DataError", "Samples", "open_corpus"]

@@ -22,9 +22,12 @@ from elastic_trainer.data.source import (
     UnreadableError,
     Window,
     Windows,
+    reading,
 )
 from elastic_trainer.data.text import read_text
+from elastic_trainer.data.tokenised import ALONE, Crew, read_tokenised
 from elastic_trainer.plan.config import DataSection
+from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import publish
 
 IGNORED: Final = -100
@@ -147,20 +150,26 @@ def open_corpus(
     vocab_size: int,
     cache_dir: Path,
     pinned_as: str = "corpus.json",
+    crew: Crew = ALONE,
 ) -> Corpus:
     """Open the corpus of `section`, and check that it is the one this run began with.
 
-    Text is encoded once: the first worker publishes `cache_dir/<digest>.bin`, the others map it.
-    The first to open a corpus pins it in `pinned_as` beside `cache_dir`, which may be deleted at
-    any time; the pin may not.
+    Records are encoded by all of `crew`, text by each of them; what comes of it lies in
+    `cache_dir`, which may be deleted at any time. The first to open a corpus pins it in `pinned_as`
+    beside `cache_dir`; the pin may not be deleted.
 
     Raises:
-        DataError: HF701-HF709, a file is unreadable, empty, damaged, or not the corpus of this run.
+        DataError: HF701-HF712, a file is unreadable, empty, damaged, of another format, or not the
+            corpus of this run.
         OSError: the cache or the pin cannot be written.
     """
     path = Path(section.path)
     try:
-        windows, identity = _windows(section, path, seq_len, cache_dir)
+        if section.format not in ("nanogpt", "megatron"):  # before it is encoded
+            _examine(section, vocab_size)
+        windows, identity = _windows(section, path, seq_len, cache_dir, crew)
+        if section.format in ("nanogpt", "megatron"):  # what is damaged is told first
+            _examine(section, vocab_size)
     except UnreadableError as error:
         raise DataError(
             f"HF701 data.path: {error.__cause__}: check that {path} exists on every node and is "
@@ -171,8 +180,23 @@ def open_corpus(
     return corpus
 
 
+def _examine(section: DataSection, vocab_size: int) -> None:
+    """Refuse a corpus whose samples are not what its format says (HF703, HF710, HF712)."""
+    path = Path(section.path)
+    with reading():
+        wrong = examine(
+            path,
+            section.format,
+            vocab_size=vocab_size,
+            key=section.text_key,
+            as_is=section.as_is,
+        )
+    if wrong:
+        raise DataError(f"{wrong[0]} data.path: {wrong[1]}")
+
+
 def _windows(
-    section: DataSection, path: Path, seq_len: int, cache_dir: Path
+    section: DataSection, path: Path, seq_len: int, cache_dir: Path, crew: Crew
 ) -> tuple[Windows, dict[str, int | str]]:
     match section.format:
         case "sft":
@@ -180,15 +204,24 @@ def _windows(
                 path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
             )
         case "text":
-            source = read_text(path, section.tokenizer, cache_dir)
+            source = read_text(path, section.tokenizer, cache_dir, as_is=section.as_is)
+        case "jsonl" | "parquet" | "arrow":
+            source = read_tokenised(
+                path,
+                section.format,
+                key=section.text_key,
+                tokenizer=section.tokenizer,
+                cache_dir=cache_dir,
+                crew=crew,
+            )
         case "nanogpt":
             source = read_nanogpt(path)
         case "megatron":
             source = read_megatron(path)
         case other:
             raise DataError(
-                f"HF705 data.format: {other} cannot be trained on; use text, nanogpt, megatron or "
-                "sft"
+                f"HF705 data.format: {other} cannot be trained on; use text, jsonl, parquet, "
+                "arrow, nanogpt, megatron or sft"
             )
     return FlatWindows(source.tokens, seq_len=seq_len, where=str(path)), source.identity
 

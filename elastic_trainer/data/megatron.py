@@ -224,6 +224,8 @@ def _starts(sizes: Array) -> Array:
     return np.concatenate([[0], np.cumsum(np.concatenate(sums))])
 
 
+IDX_BYTES = 34 + 8
+"""Of an index without sequences; each takes 20 more."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -276,6 +278,31 @@ def read_megatron(path: Path) -> Source:
             "bin sha256": digest([bin_file]),
         }
     return Source(tokens, identity)
+
+
+def index_bytes(sizes: Array, dtype: np.dtype[Any]) -> bytes:
+    """Return the index of documents that lie one after the other, a sequence each.
+
+    `sizes`: their tokens, (N,) int32.
+    """
+    code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
+    number = len(sizes)
+    ends = np.cumsum(sizes, dtype="<i8") * dtype.itemsize
+    pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:number]
+    head = _HEADER.pack(_MAGIC, _VERSION, code, number, number + 1)
+    documents = np.arange(number + 1, dtype="<i8")
+    return head + sizes.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
+
+
+def dtype_of(idx_file: Path) -> np.dtype[Any]:
+    """Return the type of the tokens of a dataset.
+
+    Raises:
+        OSError: the index cannot be read.
+        DataError: HF705, HF707.
+    """
+    with idx_file.open("rb") as stream:
+        return _decoded(stream.read(_HEADER.size), idx_file).dtype
 
 
 def _pair(path: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Examples in JSON lines -> documents whose counted tokens are known, packed into windows.
+"""Examples in JSON lines or tables -> documents with counted tokens, packed into windows.
 
 docs/finetuning.md describes the three forms of an example.
 """
@@ -6,7 +6,6 @@ docs/finetuning.md describes the three forms of an example.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.data.packing import PackedWindows, best_fit, words_of, write_packed
+from elastic_trainer.data.records import Span, place, record_files, records
 from elastic_trainer.data.source import Array, DataError, reading
-from elastic_trainer.data.text import DOCUMENT_SEPARATOR, files_below, listing
+from elastic_trainer.data.text import DOCUMENT_SEPARATOR, listing
 from elastic_trainer.data.tokenizer import ChatError, ChatTemplate, fingerprint, load_tokenizer
 
 _UNCOUNTED = -100
@@ -32,7 +32,7 @@ def read_sft(
 ) -> tuple[PackedWindows, dict[str, int | str]]:
     """Encode and pack the examples of `path`, once, and open the result.
 
-    `path` is a file of JSON lines, or a folder with .jsonl files; `tokenizer` is `bytes`, or the
+    `path` is a file of JSON lines or a table, or a folder of such; `tokenizer` is `bytes`, or the
     path of a Hugging Face tokenizer.json. `cache_dir` keeps the result and may be deleted at any
     time. `cut_long`: cut an example that is longer than a window, instead of refusing it.
 
@@ -44,13 +44,9 @@ def read_sft(
         DataError: HF701, HF702, HF704, HF708, HF709.
         OSError: the cache cannot be written.
     """
+    files = record_files(path, "sft")
     with reading():
-        files = files_below(path)
-        if path.is_dir():
-            files = [file for file in files if file.suffix == ".jsonl"]
         listed = listing(files)
-    if not files:
-        raise DataError(f"HF701 data.path: {path} holds no .jsonl files: name a folder that does")
     template, of_tokenizer = ChatTemplate(tokenizer), fingerprint(tokenizer)
     made_by = f"sft 1\n{seq_len} {cut_long}\n{of_tokenizer}\n{template.identity}\n"
     key = hashlib.sha256((made_by + listed).encode()).hexdigest()[:32]
@@ -85,35 +81,36 @@ def _documents(
     Raises:
         DataError: HF708, HF709.
     """
-    too_long: list[tuple[int, str]] = []
-    for where, line in _lines(files):
+    too_long: list[tuple[int, Path, int]] = []
+    for file, at, record in _examples(files):
         try:
-            tokens, counted = encode(json.loads(line))
-        except (ValueError, RecursionError, ChatError) as error:
+            tokens, counted = encode(record)
+        except (ValueError, ChatError) as error:
             raise DataError(
-                f"HF708 data.path: {where}: {error}: each line is an example with {_FORMS}"
+                f"HF708 data.path: {place(file, at)}: {error}: each record is an example with "
+                f"{_FORMS}"
             ) from error
         if len(tokens) > seq_len + 1:
-            too_long.append((len(tokens), where))
+            too_long.append((len(tokens), file, at))
             tokens, counted = tokens[: seq_len + 1], counted[: seq_len + 1]
         if any(counted[1:]):
             yield words_of(tokens, counted)
     if too_long and not cut_long:
-        longest, where = max(too_long, key=lambda each: each[0])
+        longest, file, at = max(too_long, key=lambda each: each[0])
         raise DataError(
             f"HF709 data.path: {len(too_long)} examples do not fit train.seq_len {seq_len}, the "
-            f"longest has {longest} tokens ({where}): use a seq_len of {longest - 1} or more, "
-            "leave them out, or cut them with data.cut_long: true"
+            f"longest has {longest} tokens ({place(file, at)}): use a seq_len of {longest - 1} or "
+            "more, leave them out, or cut them with data.cut_long: true"
         )
 
 
-def _lines(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield `file:line` and the content of each line that is not empty."""
+def _examples(files: Sequence[Path]) -> Iterator[tuple[Path, int, Any]]:
+    """Yield each record, with its file and its number there."""
     for file in files:
-        with reading(), file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", line
+        with reading():
+            whole = Span(file=file, begin=0, end=file.stat().st_size)
+        for at, record in records(whole):
+            yield file, at, record
 
 
 class _Encoder:
@@ -129,8 +126,17 @@ class _Encoder:
             ValueError: it has none of the three forms.
             ChatError: the chat template does not take it.
         """
+        if isinstance(record, Exception):  # a line that is no JSON
+            raise ValueError(str(record)) from record  # noqa: TRY004
         if not isinstance(record, dict):
             raise ValueError(f"a {type(record).__name__}, not a mapping")  # noqa: TRY004  the user's
+        # A table has all columns in each row.
+        record = {key: value for key, value in record.items() if value is not None}
+        if {"chosen", "rejected"} <= record.keys():
+            raise ValueError(
+                "a preference pair (chosen, rejected): for DPO run its script by command:; to "
+                "fine-tune on what was chosen, write it as messages"
+            )
         if "input_ids" in record:
             return _tokenised(record)
         if "messages" in record:

@@ -13,25 +13,26 @@ import numpy as np
 
 from elastic_trainer.data.source import Array, DataError, Source, map_array, publishing, reading
 from elastic_trainer.data.tokenizer import fingerprint, load_tokenizer
+from elastic_trainer.storage.examine import NOT_TEXT, no_text, sample
 
 DOCUMENT_SEPARATOR = 0
 """Byte between two files under the `bytes` tokenizer; text files have no zero bytes."""
 
-_NOT_TEXT = {".pyc", ".so", ".bin"}
 _TOKEN = np.dtype("<u4")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def read_text(path: Path, tokenizer: str, cache_dir: Path) -> Source:
+def read_text(path: Path, tokenizer: str, cache_dir: Path, *, as_is: bool = False) -> Source:
     """Encode the text file `path`, or all below the folder `path`, in the order of names.
 
     Hidden files and folders are left out. `tokenizer` is `bytes`, or the path of a Hugging Face
-    tokenizer.json. The file in `cache_dir`, which may be deleted at any time, holds the tokens and,
-    behind them, their SHA-256: a later opening knows the corpus's identity without reading it.
+    tokenizer.json. `as_is`: files that are not text are encoded nevertheless. The file in
+    `cache_dir`, which may be deleted at any time, holds the tokens and, behind them, their SHA-256:
+    a later opening knows the corpus's identity without reading it.
 
     Raises:
         UnreadableError: `path` cannot be read.
-        DataError: HF701, HF702, HF704.
+        DataError: HF701, HF702, HF704, HF712.
         OSError: the cache cannot be written.
     """
     with reading():
@@ -43,6 +44,11 @@ def read_text(path: Path, tokenizer: str, cache_dir: Path) -> Source:
     key = hashlib.sha256(f"with digest\n{of_tokenizer}\n{listed}".encode()).hexdigest()[:32]
     target = cache_dir / f"{key}.bin"
     if not target.exists():
+        for file in () if as_is else files:
+            with reading():
+                wrong = no_text(sample(file))
+            if wrong:
+                raise DataError(f"{wrong[0]} data.path: {wrong[1]}")
         _publish(files, load_tokenizer(tokenizer), target)
     num_tokens = (target.stat().st_size - _DIGEST_BYTES) // _TOKEN.itemsize
     if num_tokens == 0:
@@ -75,7 +81,7 @@ def files_below(path: Path) -> list[Path]:
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         files = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [p for p in files if p.suffix not in _NOT_TEXT and p.is_file()]
+        found += [p for p in files if p.suffix not in NOT_TEXT and p.is_file()]
     return sorted(found)
 
 

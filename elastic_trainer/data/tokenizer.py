@@ -63,6 +63,17 @@ def load_tokenizer(tokenizer: str) -> Any | None:
     return encoder
 
 
+def end_of_text(tokenizer: str) -> str:
+    """Return the text of the token that ends a text, by tokenizer_config.json; empty: unknown.
+
+    Raises:
+        DataError: HF704, the file is not JSON.
+        UnreadableError: it cannot be read.
+    """
+    folder = None if tokenizer == "bytes" else Path(tokenizer).parent
+    return _token(_config(folder).get("eos_token"))
+
+
 CHATML: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>\n' }}{% endfor %}"

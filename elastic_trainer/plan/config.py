@@ -66,6 +66,10 @@ class TrainSection:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
+RECORD_FORMATS: Final = ("jsonl", "parquet", "arrow")
+"""Of `data.format`: a text at `data.key` of each record."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
     """Where the tokens come from. Paths are absolute."""
@@ -73,12 +77,24 @@ class DataSection:
     path: str = field(metadata=says("File or folder; relative to the job file's folder."))
     format: str = option(
         "text",
-        "text files, nanoGPT .bin shards, Megatron .bin/.idx, or sft: examples in JSON lines.",
+        "text files; texts in jsonl, parquet or arrow; nanoGPT .bin shards; Megatron .bin/.idx; or "
+        "sft: examples. See docs/data.md.",
     )
     tokenizer: str = option("bytes", "bytes (vocabulary 256), or the path of a tokenizer.json.")
+    key: str | None = option(
+        None, "Of jsonl, parquet and arrow: the key or column with the text; null: text."
+    )
     cut_long: bool = option(
         False, "Of sft: cut examples longer than seq_len + 1 tokens; false: refuse them."
     )
+    as_is: bool = option(
+        False, "Of text: train on files that are not text in UTF-8, or are JSON; false: refuse."
+    )
+
+    @property
+    def text_key(self) -> str:
+        """Where a record has its text."""
+        return "text" if self.key is None else self.key
 
     @property
     def packed(self) -> bool:
@@ -320,14 +336,15 @@ class TrainConfig:
         """Return the text of job.json, stable under a round trip.
 
         Of `elastic`, `network` and `numbers`, which say how the job is operated, defaults are left
-        out, and of `train` what is off; what is computed is all there.
+        out, and of `train` and `data` what is off; what is computed is all there.
         """
         raw = dataclasses.asdict(self)
         raw |= {"ladder": self.ladder.to_ranges(), "model": raw_of(self.model)}
         raw |= {name: _changed(getattr(self, name)) for name in ("elastic", "network", "numbers")}
         raw["numbers"] = raw["numbers"] or None
-        train = raw["train"].items()
-        raw["train"] = {name: v for name, v in train if v is not None and v is not False}
+        for section in ("train", "data"):
+            values = raw[section].items()
+            raw[section] = {name: v for name, v in values if v is not None and v is not False}
         given = {name: value for name, value in raw.items() if value is not None}
         return json.dumps(given, separators=(",", ":")) + "\n"
 

@@ -88,6 +88,7 @@ EVENTS: Final[dict[str, str]] = {
     "trainer.started": (
         "A trainer is ready to step. layout, resume_step, restored_from, training, training_step"
     ),
+    "data.encoded": "This worker has encoded a part of the corpus. part, parts",
     "step.completed": (
         "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens, training, training_step"
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_trainer.data import DataError, open_corpus
+from elastic_trainer.data import Crew, DataError, open_corpus
 from elastic_trainer.plan.config import TrainConfig, ValidationSection
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.train.feed import Feed, MicroBatch
@@ -36,6 +36,7 @@ class Validator:
         run_dir: Path,
         coordinate: dict[str, int],
         device: torch.device,
+        crew: Crew,
     ) -> None:
         self._section, self._train = section, config.train
         try:
@@ -46,6 +47,7 @@ class Validator:
                 vocab_size=config.model.vocab_size,
                 cache_dir=run_dir / "cache",
                 pinned_as="validation.json",
+                crew=crew,
             )
         except DataError as error:
             raise DataError(str(error).replace("data.path", "validation.path", 1)) from error

@@ -168,6 +168,7 @@ _TELL: dict[str, _Tell] = {
     "checkpoint.restored": _fill("state of step {step} loaded from {dir}", every_rank=False),
     "training.finished": _fill("training {training} finished after its step {training_step}"),
     "training.skipped": _fill("training {training} was finished before: its last state is loaded"),
+    "data.encoded": _fill("part {part} of {parts} of the corpus is encoded", every_rank=False),
     "validation.completed": _validated,
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are skipped"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from elastic_trainer.plan.config import NO_DOMAIN
+from elastic_trainer.plan.config import NO_DOMAIN, RECORD_FORMATS
 from launcher.plan.clock import Clock, clock_chain
 from launcher.plan.planning import Plan
 from launcher.render.fabric import Variable, fabric_variables
@@ -369,10 +369,10 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
     if spec.command is None:
         for key, written in spec.data_paths.items():
             place = PurePath(resolve(written, base_dir))
-            # Megatron's path may be the prefix of two files, and beside a tokenizer lies the chat
-            # template; the root of all is mounted anyway.
-            needs = "sft" if key == "data.tokenizer" else "megatron"
-            above = spec.data.format == needs and len(place.parts) > 2
+            # Megatron's path may be the prefix of two files, and beside a tokenizer lie the chat
+            # template and what ends a text; the root of all is mounted anyway.
+            needs = ("sft", *RECORD_FORMATS) if key == "data.tokenizer" else ("megatron",)
+            above = spec.data.format in needs and len(place.parts) > 2
             data.append(str(place.parent if above else place))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
     if spec.runs_own_code:

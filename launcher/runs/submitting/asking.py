@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
+from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.rules import Standing, kept_off, standings
@@ -151,9 +152,27 @@ def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
     for key, written in spec.data_paths.items():
         path = Path(resolve(written, base_dir))
-        problem = (_unreadable if key == "data.tokenizer" else bad_corpus)(path)
+        if key == "data.tokenizer":
+            problem = _unreadable(path)
+        else:
+            problem = bad_corpus(path) or (_content(spec, path) if spec.command is None else None)
         if problem:
             yield spec.problem(problem[0], key, problem[1])
+
+
+def _content(spec: JobSpec, path: Path) -> tuple[str, str] | None:
+    """Return (code, message) if samples of the corpus are not what data.format says."""
+    data = spec.data
+    try:
+        return examine(
+            path,
+            data.format,
+            vocab_size=spec.shape.vocab_size,
+            key=data.text_key,
+            as_is=data.as_is,
+        )
+    except OSError as error:
+        return "HF202", f"{error.filename or path} cannot be read: {error.strerror}"
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:

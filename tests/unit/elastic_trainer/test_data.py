@@ -278,7 +278,7 @@ MISTAKES = [
     (
         unknown_format,
         "HF705",
-        ("webdataset cannot be trained on", "use text, nanogpt, megatron or sft"),
+        ("webdataset cannot be trained on", "use text, jsonl, "),
     ),
 ]
 

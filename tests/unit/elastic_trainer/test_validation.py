@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.data import IGNORED, DataError
+from elastic_trainer.data import IGNORED, Crew, DataError
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
@@ -50,6 +50,7 @@ def validation(path, *, windows, batches=None, dp_rank=0, dp=1):
         run_dir=path,
         coordinate=rung.layout.coordinate(dp_rank),
         device=torch.device("cpu"),
+        crew=Crew(),
     )
 
 

@@ -53,6 +53,40 @@ def test_each_thing_in_the_way_is_named(make_spec, corpus, sets, code, key):
     assert (problem.code, problem.where.key) == (code, key)
 
 
+SMALL = "model={dim: 64, num_layers: 2, num_heads: 8, ffn_dim: 128, vocab_size: 512}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "content", "found"),
+    [
+        (["data.path=odd"], b"PAR1" + bytes(99) + b"PAR1", [("HF712", "data.path")]),
+        (["data.path=odd"], b'{"text": "a"}\n' * 9, [("HF710", "data.path")]),
+        (["data.path=odd", "data.as_is=true"], b'{"text": "a"}\n' * 9, []),
+        (["data.path=odd", "data.format=nanogpt"], b"text " * 99, [("HF710", "data.path")]),
+        (
+            ["data.path=odd", "data.format=nanogpt", SMALL],
+            b"\xff\xfe" * 99,
+            [("HF703", "data.path")],
+        ),
+        (["validation={path: odd, every_steps: 2}"], bytes(99), [("HF712", "validation.path")]),
+        (["data.path=odd", "command=-m this"], bytes(99), []),
+        (["data.path=odd", "data.format=jsonl"], b'{"text": "a"}\n', []),
+        (["data.path=odd", "data.format=jsonl"], b'{"t": "a"}\n', [("HF713", "data.path")]),
+        (["data.path=odd", "data.format=jsonl", "data.key=t"], b'{"t": "a"}\n', []),
+        (["data.path=odd", "data.format=parquet"], b'{"t": "a"}\n', [("HF710", "data.path")]),
+        (
+            ["data.path=odd", "data.format=sft"],
+            b'{"chosen": "a", "rejected": "b"}\n',
+            [("HF708", "data.path")],
+        ),
+    ],
+)
+def test_the_content_is_looked_at(make_spec, corpus, sets, content, found):
+    (corpus / "odd").write_bytes(content)
+    problems = live_problems(make_spec(*sets), corpus)
+    assert [(each.code, each.where.key) for each in problems] == found
+
+
 @pytest.mark.parametrize(
     ("files", "path", "expected"),
     [
