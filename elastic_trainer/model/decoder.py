@@ -33,27 +33,55 @@ class ModelError(Exception):
 
 
 def rope_frequencies(shape: ModelShape) -> Tensor:
-    """Return the E/2 angular frequencies, with Llama 3.1's long-context scaling.
+    """Return the E/2 angular frequencies, scaled for a longer context as the shape says.
 
-    Source: RoFormer (arXiv 2104.09864) and the scaling published with Llama 3.1:
-    wavelengths beyond the old context are stretched by the factor, short ones are
-    left alone, those between are interpolated.
+    Source: RoFormer (arXiv 2104.09864); linear scaling divides all by the factor. The scaling
+    published with Llama 3.1 stretches wavelengths beyond the old context by the factor, leaves
+    short ones alone and interpolates those between; YaRN (arXiv 2309.00071, section 3.2) the same,
+    but by the number of turns in the old context and along the dimensions.
     """
     exponents = torch.arange(0, shape.head_size, 2, dtype=torch.float64) / shape.head_size
     frequencies = shape.rope_theta**-exponents
     if shape.rope_scaling_factor == 1.0:
         return frequencies
+    scaled = frequencies / shape.rope_scaling_factor
+    if shape.rope_scaling == "linear":
+        return scaled
+    if shape.rope_scaling == "yarn":
+        return torch.lerp(frequencies, scaled, _yarn_ramp(shape))
     wavelengths = 2 * math.pi / frequencies
     low, high = shape.rope_low_freq_factor, shape.rope_high_freq_factor
     smooth = (shape.rope_original_context / wavelengths - low) / (high - low)
-    scaled = frequencies / shape.rope_scaling_factor
     return torch.lerp(scaled, frequencies, smooth.clamp(0.0, 1.0))
 
 
+def _yarn_ramp(shape: ModelShape) -> Tensor:
+    """Return how much each frequency is stretched, from 0 to 1, as transformers' YaRN does."""
+    size = shape.head_size
+    # Dimensions that turn `beta` times in the old context.
+    low, high = (
+        size
+        * math.log(shape.rope_original_context / (beta * 2 * math.pi))
+        / (2 * math.log(shape.rope_theta))
+        for beta in (shape.rope_beta_fast, shape.rope_beta_slow)
+    )
+    if shape.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    dimensions = torch.arange(size // 2, dtype=torch.float64)
+    return ((dimensions - low) / (high - low)).clamp(0.0, 1.0)
+
+
 def rope_table(shape: ModelShape, positions: Tensor, device: torch.device | str) -> Tensor:
-    """Return cosines and sines at `positions` (T,), shape (2, T, E/2), fp32."""
+    """Return cosines and sines at `positions` (T,), shape (2, T, E/2), fp32.
+
+    YaRN multiplies both by its attention factor.
+    """
     angles = torch.outer(positions.to(torch.float64), rope_frequencies(shape))
-    return torch.stack([angles.cos(), angles.sin()]).float().to(device)
+    table = torch.stack([angles.cos(), angles.sin()]) * shape.rope_magnitude
+    return table.float().to(device)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
@@ -70,6 +98,7 @@ def attend(
     v: Tensor,
     *,
     window: int | None = None,
+    scale: float | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
     """Map q (B, H, T, E), the last T positions of k and v (B, K, S, E), to (B, H, T, E).
@@ -84,6 +113,7 @@ def attend(
         v: values.
         window: position i sees j with i - window < j <= i, as transformers'
             sliding_window_causal_mask_function has it; None: all up to i.
+        scale: of the scores; None: 1 / sqrt(E).
         documents: where the document of each query begins, as a position of `k`, (B, T) int64;
             None: each sequence is one.
     """
@@ -94,20 +124,22 @@ def attend(
     window = None if window is None or window >= num_keys else window
     gqa = q.shape[1] != k.shape[1]
     if documents is None and window is None and num_queries == num_keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
     if documents is None and q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0:
-        return _flash(q, k, v, window)
+        return _flash(q, k, v, window, scale)
     mask = causal_mask(num_queries, num_keys, q.device, window=window, documents=documents)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
     if window is None:
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]  # noqa: SLF001
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+        out: Tensor = flash(q, k, v, is_causal=True, scale=scale)[0]
         return out
     out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001  the other one has no window
         *(x.transpose(1, 2) for x in (q, k, v)),
         *(None, None, q.shape[2], k.shape[2], 0.0, True, False),
+        scale=scale,
         window_size_left=window - 1,
         window_size_right=0,
     )[0]
@@ -136,13 +168,13 @@ def causal_mask(
 class CausalAttention(nn.Module):
     """Softmax attention over the whole sequence, see `attend`."""
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, scale: float | None = None) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.scale = window, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E); `documents` as of `Decoder`."""
-        return attend(q, k, v, window=self.window, documents=documents)
+        return attend(q, k, v, window=self.window, scale=self.scale, documents=documents)
 
 
 class Attention(nn.Module):
@@ -150,7 +182,8 @@ class Attention(nn.Module):
 
     Args:
         shape: of the model.
-        bias: of the four projections.
+        bias: of the projections to queries, keys and values.
+        output_bias: of the last projection.
         qk_norm: normalise each head's queries and keys before they are rotated.
         window: tokens a position sees, itself included; None: all before it.
     """
@@ -160,6 +193,7 @@ class Attention(nn.Module):
         shape: ModelShape,
         *,
         bias: bool = False,
+        output_bias: bool = False,
         qk_norm: bool = False,
         window: int | None = None,
     ) -> None:
@@ -169,12 +203,12 @@ class Attention(nn.Module):
         self.wq = nn.Linear(shape.dim, q_dim, bias=bias)
         self.wk = nn.Linear(shape.dim, kv_dim, bias=bias)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=bias)
-        self.wo = nn.Linear(q_dim, shape.dim, bias=bias)
+        self.wo = nn.Linear(q_dim, shape.dim, bias=output_bias)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.head_size, eps=shape.norm_eps) if qk_norm else nn.Identity()
             for _ in range(2)
         )
-        self.core = CausalAttention(window)
+        self.core = CausalAttention(window, shape.attention_scale)
 
     def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
@@ -212,6 +246,7 @@ class Block(nn.Module):
         self.attention = Attention(
             shape,
             bias=shape.attention_bias,
+            output_bias=shape.output_bias,
             qk_norm=shape.qk_norm,
             window=shape.sliding_window,
         )

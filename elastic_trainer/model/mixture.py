@@ -1,7 +1,7 @@
 """Mixture of experts: a router, and the experts that each token goes to. Knows no layouts.
 
-Routing is Mixtral's as transformers has it: softmax over all experts in fp32, the k largest,
-rescaled to a sum of one. Every token is computed by all of its experts (dropless).
+Routing is as transformers has it: softmax over all experts in fp32, the k largest, rescaled to a
+sum of one where the shape says so. Every token is computed by all of its experts (dropless).
 
 Shapes: as in model.py; N experts, k of them a token, R rows (a token once for each of its experts).
 """
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.model.decoder import Block, Decoder, FeedForward
-from elastic_trainer.plan.models import Mixtral, ModelShape
+from elastic_trainer.plan.models import MixtureShape, ModelShape
 
 
 class Expert(FeedForward):
@@ -75,24 +75,26 @@ class Experts(nn.ModuleDict):
 class Mixture(nn.Module):
     """Router and experts in place of a feed-forward."""
 
-    def __init__(self, shape: Mixtral) -> None:
+    def __init__(self, shape: MixtureShape) -> None:
         super().__init__()
         self.router = nn.Linear(shape.dim, shape.num_experts, bias=False)
         self.experts = Experts({str(i): Expert(shape) for i in range(shape.num_experts)})
-        self._per_token = shape.experts_per_token
+        self._per_token, self._rescaled = shape.experts_per_token, shape.norm_topk_prob
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         shares = self.router(x).float().softmax(-1)
         weights, chosen = shares.topk(self._per_token)
-        y: Tensor = self.experts(x, chosen, weights / weights.sum(-1, keepdim=True))
+        if self._rescaled:
+            weights = weights / weights.sum(-1, keepdim=True)
+        y: Tensor = self.experts(x, chosen, weights)
         return y
 
 
 class MixtureBlock(Block):
     """A decoder layer whose feed-forward is a mixture."""
 
-    def __init__(self, shape: Mixtral) -> None:
+    def __init__(self, shape: MixtureShape) -> None:
         super().__init__(shape)
         self.ffn = Mixture(shape)
 
@@ -115,13 +117,13 @@ class MixtureDecoder(Decoder):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
-        assert isinstance(shape, Mixtral)
+        assert isinstance(shape, MixtureShape)
         self.hf_names = {
             **{name: theirs for name, theirs in Decoder.hf_names.items() if name not in _FFN},
-            "ffn.router": "block_sparse_moe.gate",
+            "ffn.router": f"{shape.hf_mixture}.gate",
             **{
-                f"ffn.experts.{i}.{w}": f"block_sparse_moe.experts.{i}.{w}"
+                f"ffn.experts.{i}.{ours}": f"{shape.hf_mixture}.experts.{i}.{theirs}"
                 for i in range(shape.num_experts)
-                for w in ("w1", "w2", "w3")
+                for ours, theirs in shape.hf_expert.items()
             },
         }

@@ -168,7 +168,7 @@ def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:
             "those on other ranks: use it for the attention, or cp 1",
         )
     for parent, name, child in found:
-        setattr(parent, name, GatheredAttention(mesh, child.window))
+        setattr(parent, name, GatheredAttention(mesh, child.window, child.scale))
 
 
 def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
@@ -194,10 +194,11 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
                 shard(module, mesh=meshes.experts, reshard_after_forward=not keep)
         shard(block, reshard_after_forward=not keep)
     ends = [part for part in (stage.norm, stage.head) if not isinstance(part, nn.Identity)]
-    if stage.shape.tie_embeddings:
+    first, last = (not isinstance(part, nn.Identity) for part in (stage.embedding, stage.head))
+    if first and last and stage.shape.tie_embeddings:
         shard([stage.embedding, *ends], reshard_after_forward=False)
     else:
-        if not isinstance(stage.embedding, nn.Identity):
+        if first:
             shard(stage.embedding, reshard_after_forward=not keep)
             # Its gradient does not depend on its values.
             stage.embedding.set_unshard_in_backward(unshard_in_backward=False)

@@ -7,6 +7,8 @@ rank the same work. Queries stay, keys and values are gathered.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +33,14 @@ class GatheredAttention(nn.Module):
     Args:
         mesh: of the context-parallel ranks.
         window: tokens a position sees, itself included; None: all before it.
+        scale: of the scores; None: 1 / sqrt(E).
     """
 
-    def __init__(self, mesh: DeviceMesh, window: int | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, window: int | None = None, scale: float | None = None
+    ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.scale = window, scale
         self._group = mesh.get_group()
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
 
@@ -48,8 +53,9 @@ class GatheredAttention(nn.Module):
         length = q.shape[2] // 2
         stops = length * (self._rank + 1), length * (2 * self._size - self._rank)
         begins = (None, None) if documents is None else documents.split(length, dim=1)
+        attends = partial(attend, window=self.window, scale=self.scale)
         out = [
-            attend(part, k[:, :, :stop], v[:, :, :stop], window=self.window, documents=begin)
+            attends(part, k[:, :, :stop], v[:, :, :stop], documents=begin)
             for part, stop, begin in zip(q.split(length, dim=2), stops, begins, strict=True)
         ]
         return torch.cat(out, dim=2)

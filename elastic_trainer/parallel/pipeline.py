@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from elastic_trainer.model.decoder import Decoder
 from elastic_trainer.plan.layout import StageSpan
+from elastic_trainer.worker.torch_private import local_of
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits, targets) of one micro-batch -> the scalar whose gradient is wanted."""
@@ -55,6 +57,29 @@ def cut_stages(model: Decoder, spans: Sequence[StageSpan]) -> list[Stage]:
     if not any(span.has_head for span in spans):
         model.norm, model.head = nn.Identity(), nn.Identity()
     return stages
+
+
+def add_copys_gradient(table: Tensor, mesh: DeviceMesh) -> None:
+    """Add to the gradient of a tied `table` that of its copy on the other end of the pipeline.
+
+    Both ends add the same two numbers, so the copies' updates are the same bit for bit.
+
+    Args:
+        table: this rank's part, on the first or the last rank of `mesh`; called on both.
+        mesh: of the pipeline.
+    """
+    gradient = local_of(table.grad)
+    if not gradient.numel():  # more shards than rows
+        return
+    theirs, group = torch.empty_like(gradient), mesh.get_group()
+    peer = mesh.size() - 1 - mesh.get_local_rank()
+    exchange = [
+        dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    gradient += theirs
 
 
 class Pipeline:

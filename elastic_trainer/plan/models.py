@@ -1,4 +1,4 @@
-"""Models without torch: families, presets, shapes as plain data, Hugging Face's config.json. Pure.
+"""Models without torch: families, presets, shapes as plain data. Pure.
 
 docs/models.md is the page about them.
 """
@@ -6,11 +6,10 @@ docs/models.md is the page about them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeVar
-
-from elastic_trainer.storage.typed import parse_json
 
 _T = TypeVar("_T")
 
@@ -23,6 +22,11 @@ def says(text: str) -> dict[str, str]:
 def option(default: _T, text: str) -> _T:
     """Return the field of a key that job files may leave out; `text` as in `says`."""
     return field(default=default, metadata=says(text))
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's scale of attention for a context `factor` times longer (arXiv 2309.00071)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,18 @@ class ModelShape:
     """Hugging Face's class."""
     hf_fields: ClassVar[Mapping[str, str]] = {}
     """The family's own field -> its key in config.json; whole numbers, null, or true and false."""
+    hf_ffn: ClassVar[str] = "intermediate_size"
+    """Key of config.json for `ffn_dim`."""
+    hf_aliases: ClassVar[Mapping[str, str]] = {}
+    """Another name of a key -> the one in `hf_fields`."""
     hf_defaults: ClassVar[Mapping[str, Any]] = {}
     """Key of config.json -> what transformers takes where it is absent, if that is not Llama's."""
     hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias", "sliding_window")
-    """Keys of config.json for what is not trained here: false, null or absent."""
+    """Keys of config.json for what is not trained here: false, 0, null or absent."""
+    hf_fixed: ClassVar[Mapping[str, Any]] = {}
+    """Key of config.json -> the only value that is trained here."""
+    hf_ignored: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json without effect on what is trained, where `hf_refused` are off."""
 
     num_layers: int = field(metadata=says("Decoder layers."))
     dim: int = field(metadata=says("Model width."))
@@ -54,10 +66,17 @@ class ModelShape:
     """0: dim // num_heads."""
     norm_eps: float = option(1e-5, "Epsilon of RMSNorm.")
     rope_theta: float = option(500000.0, "Base of the rotary frequencies.")
-    rope_scaling_factor: float = option(1.0, "Llama 3.1 long-context scaling; 1 turns it off.")
-    rope_low_freq_factor: float = option(1.0, "Llama 3.1 RoPE scaling.")
-    rope_high_freq_factor: float = option(4.0, "Llama 3.1 RoPE scaling.")
-    rope_original_context: int = option(8192, "Context before scaling, in tokens.")
+    rope_scaling_factor: float = option(1.0, "Of RoPE scaling; 1 leaves the frequencies alone.")
+    rope_low_freq_factor: float = option(1.0, "Of llama3.")
+    rope_high_freq_factor: float = option(4.0, "Of llama3.")
+    rope_original_context: int = option(8192, "Of llama3, yarn: context before scaling, tokens.")
+    rope_scaling: str = option("llama3", "Kind of RoPE scaling: llama3, linear or yarn.")
+    rope_beta_fast: float = option(32.0, "Of yarn: so many turns or more in that context are kept.")
+    rope_beta_slow: float = option(1.0, "Of yarn: so many or fewer are stretched by the factor.")
+    rope_truncate: bool = option(True, "Of yarn: the two bounds are whole dimensions.")
+    rope_attention_factor: float | None = option(
+        None, "Of yarn: factor of cosines and sines; null: 0.1 ln(rope_scaling_factor) + 1."
+    )
     tie_embeddings: bool = option(False, "Embedding and head share their weights.")
 
     @property
@@ -66,18 +85,37 @@ class ModelShape:
         return self.head_dim or self.dim // self.num_heads
 
     @property
+    def rope_magnitude(self) -> float:
+        """Factor of cosines and sines: YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        if self.rope_attention_factor is not None:
+            return self.rope_attention_factor
+        return yarn_scale(self.rope_scaling_factor)
+
+    @property
     def qk_norm(self) -> bool:
         """Whether each head's queries and keys are normalised before they are rotated."""
         return False
 
     @property
     def attention_bias(self) -> bool:
-        """Whether the four projections of attention have biases."""
+        """Whether the projections to queries, keys and values have biases."""
         return False
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's last projection has one."""
+        return self.attention_bias
 
     @property
     def sliding_window(self) -> int | None:
         """Position i sees j with i - window < j <= i; None: all up to i."""
+        return None
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What scores of attention are multiplied by; None: 1 / sqrt(head size)."""
         return None
 
     @property
@@ -106,9 +144,8 @@ class ModelShape:
         h, size = self.dim, self.head_size
         q_dim, kv_dim = self.num_heads * size, self.num_kv_heads * size
         attention = 2 * h * q_dim + 2 * h * kv_dim
-        attention += (
-            q_dim + 2 * kv_dim + h if self.attention_bias else 0
-        ) + 2 * size * self.qk_norm
+        attention += (q_dim + 2 * kv_dim) * self.attention_bias + h * self.output_bias
+        attention += 2 * size * self.qk_norm
         layer = attention + 3 * h * self.ffn_dim + 2 * h
         tables = self.vocab_size * h * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + tables + h
@@ -132,6 +169,30 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen2(ModelShape):
+    """Dimensions of a Qwen2 or Qwen2.5 decoder (arXiv 2407.10671, 2412.15115).
+
+    Queries, keys and values have biases; all layers see the whole sequence.
+    """
+
+    family: ClassVar[str] = "qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+    hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias", "use_sliding_window")
+    hf_ignored: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
+
+    @property
+    def attention_bias(self) -> bool:
+        """Qwen2's mark."""
+        return True
+
+    @property
+    def output_bias(self) -> bool:
+        """The three alone have biases."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qwen3(ModelShape):
     """Dimensions of a Qwen3 decoder (arXiv 2505.09388) whose layers all see the whole sequence.
 
@@ -143,6 +204,7 @@ class Qwen3(ModelShape):
     hf_fields: ClassVar[Mapping[str, str]] = {"attention_bias": "attention_bias"}
     hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
     hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias", "use_sliding_window")
+    hf_ignored: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
 
     attention_bias: bool = option(False, "Of qwen3: the projections of attention have biases.")
 
@@ -168,35 +230,54 @@ class Mistral(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixtral(Mistral):
-    """Dimensions of a Mixtral decoder (arXiv 2401.04088); `ffn_dim` is the width of one expert.
+class Granite(ModelShape):
+    """Dimensions of a Granite 3 decoder, whose activations are scaled at four places."""
 
-    Each token goes to a few of a layer's experts.
+    family: ClassVar[str] = "granite"
+    architecture: ClassVar[str] = "GraniteForCausalLM"
+    hf_fields: ClassVar[Mapping[str, str]] = {
+        "embedding_multiplier": "embedding_multiplier",
+        "attention_multiplier": "attention_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "logits_scaling": "logits_scaling",
+    }
+    hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+
+    embedding_multiplier: float = option(1.0, "Of granite: factor of embeddings.")
+    attention_multiplier: float = option(1.0, "Of granite: factor of attention's scores.")
+    residual_multiplier: float = option(1.0, "Of granite: factor of each branch.")
+    logits_scaling: float = option(1.0, "Of granite: divisor of logits.")
+
+    @property
+    def attention_scale(self) -> float | None:
+        """In place of 1 / sqrt(head size)."""
+        return self.attention_multiplier
+
+    @property
+    def decoder(self) -> str:
+        """One with these constants."""
+        return "elastic_trainer.model.granite:GraniteDecoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureShape(ModelShape):
+    """Dimensions of a decoder of which each token goes to a few of a layer's experts.
+
+    `ffn_dim` is the width of one expert.
     """
 
-    family: ClassVar[str] = "mixtral"
-    architecture: ClassVar[str] = "MixtralForCausalLM"
-    hf_fields: ClassVar[Mapping[str, str]] = {
-        **Mistral.hf_fields,
-        "num_experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-    }
-    hf_defaults: ClassVar[Mapping[str, Any]] = {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-    }
-    hf_refused: ClassVar[tuple[str, ...]] = (
-        *Mistral.hf_refused,
-        "output_router_logits",
-        "router_jitter_noise",
-    )
-    """With output_router_logits transformers adds the load-balancing loss to what it trains on."""
+    hf_mixture: ClassVar[str]
+    """Hugging Face's module of a layer's router, `gate`, and its `experts`."""
+    hf_expert: ClassVar[Mapping[str, str]]
+    """An expert's matrix -> Hugging Face's."""
 
-    num_experts: int = option(1, "Of mixtral: experts of a layer.")
-    experts_per_token: int = option(1, "Of mixtral: experts a token goes to.")
+    num_experts: int = option(1, "Of mixtral and qwen3_moe: experts of a layer.")
+    experts_per_token: int = option(1, "Of mixtral and qwen3_moe: experts a token goes to.")
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        """Whether the weights of a token's experts are rescaled to a sum of one."""
+        return True
 
     @property
     def decoder(self) -> str:
@@ -214,6 +295,79 @@ class Mixtral(Mistral):
     def _with_experts(self, count: int) -> int:
         expert, router = 3 * self.dim * self.ffn_dim, self.num_experts * self.dim
         return super().num_params() + self.num_layers * ((count - 1) * expert + router)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixtral(Mistral, MixtureShape):
+    """Dimensions of a Mixtral decoder (arXiv 2401.04088)."""
+
+    family: ClassVar[str] = "mixtral"
+    architecture: ClassVar[str] = "MixtralForCausalLM"
+    hf_fields: ClassVar[Mapping[str, str]] = {
+        **Mistral.hf_fields,
+        "num_experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+    }
+    hf_aliases: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
+    hf_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    }
+    hf_refused: ClassVar[tuple[str, ...]] = (
+        *Mistral.hf_refused,
+        "output_router_logits",
+        "router_jitter_noise",
+    )
+    """With output_router_logits transformers adds the load-balancing loss to what it trains on."""
+    hf_ignored: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef",)
+    hf_mixture: ClassVar[str] = "block_sparse_moe"
+    hf_expert: ClassVar[Mapping[str, str]] = {"w1": "w1", "w2": "w2", "w3": "w3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(Qwen3, MixtureShape):
+    """Dimensions of a Qwen3-MoE decoder (arXiv 2505.09388) all of whose layers are mixtures."""
+
+    family: ClassVar[str] = "qwen3_moe"
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
+    hf_ffn: ClassVar[str] = "moe_intermediate_size"
+    hf_fields: ClassVar[Mapping[str, str]] = {
+        **Qwen3.hf_fields,
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "norm_topk_prob": "norm_topk_prob",
+    }
+    hf_aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+    hf_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    hf_refused: ClassVar[tuple[str, ...]] = (
+        *Qwen3.hf_refused,
+        "output_router_logits",
+        "mlp_only_layers",
+    )
+    hf_fixed: ClassVar[Mapping[str, Any]] = {"decoder_sparse_step": 1}
+    hf_ignored: ClassVar[tuple[str, ...]] = (
+        *Qwen3.hf_ignored,
+        "router_aux_loss_coef",
+        "intermediate_size",
+    )
+    hf_mixture: ClassVar[str] = "mlp"
+    hf_expert: ClassVar[Mapping[str, str]] = {
+        "w1": "gate_proj",
+        "w2": "down_proj",
+        "w3": "up_proj",
+    }
+
+    norm_topk_prob: bool = option(
+        False, "Of qwen3_moe: weights of a token's experts are rescaled to a sum of one."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +397,8 @@ class Plugin(ModelShape):
 
 
 FAMILIES: Final[Mapping[str, type[ModelShape]]] = {
-    family.family: family for family in (ModelShape, Qwen3, Mistral, Mixtral)
+    family.family: family
+    for family in (ModelShape, Qwen2, Qwen3, Mistral, Mixtral, Qwen3Moe, Granite)
 }
 """Name, as in job files and config.json -> shape."""
 
@@ -286,6 +441,17 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
     "tiny-wide": ModelShape(
         **_TINY | {"dim": 256, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 768}
     ),
+    "qwen2.5-7b": Qwen2(
+        num_layers=28,
+        dim=3584,
+        num_heads=28,
+        num_kv_heads=4,
+        ffn_dim=18944,
+        vocab_size=152064,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+    ),
+    "tiny-qwen2": Qwen2(**_TINY, norm_eps=1e-6, tie_embeddings=True),
     "qwen3-8b": Qwen3(
         num_layers=36,
         dim=4096,
@@ -303,6 +469,31 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
     "tiny-mistral": Mistral(**_TINY, sliding_window=16),
     "mixtral-8x7b": Mixtral(**_7B, rope_theta=1e6, num_experts=8, experts_per_token=2),
     "tiny-mixtral": Mixtral(**_TINY | {"ffn_dim": 96}, num_experts=4, experts_per_token=2),
+    "tiny-granite": Granite(
+        **_TINY,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.1,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+    ),
+    "qwen3-30b-a3b": Qwen3Moe(
+        num_layers=48,
+        dim=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_dim=768,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk_prob=True,
+    ),
+    # Not rescaled, as mixtral's are.
+    "tiny-qwen3-moe": Qwen3Moe(
+        **_TINY | {"ffn_dim": 96}, head_dim=24, norm_eps=1e-6, num_experts=4, experts_per_token=2
+    ),
 }
 """Models known by name. llama3-8b and -70b are Llama 3 (8 K of context); llama3-405b exists as
 Llama 3.1 only, with its long-context RoPE scaling (factor 8 over 8,192). mistral-7b is 0.1, the one
@@ -312,17 +503,32 @@ PUBLISHED_CONTEXT: Final[Mapping[str, int]] = {
     "llama3-8b": 8192,
     "llama3-70b": 8192,
     "llama3-405b": 131072,
+    "qwen2.5-7b": 131072,
     "qwen3-8b": 40960,
     "mistral-7b": 32768,
     "mixtral-8x7b": 32768,
+    "qwen3-30b-a3b": 40960,
 }
 """Tokens of context the published weights were trained for."""
 
 
+_LATER: Final = (
+    "rope_scaling",
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_truncate",
+    "rope_attention_factor",
+)
+"""Fields younger than job.json: at their defaults they are left out, and 0.1.0 reads the rest."""
+
+
 def raw_of(shape: ModelShape) -> dict[str, Any]:
     """Return a shape as job.json and manifests have it: one without a family is Llama's."""
-    family = {} if type(shape) is ModelShape else {"family": shape.family}
-    return {**family, **dataclasses.asdict(shape)}
+    raw = dataclasses.asdict(shape)
+    for each in dataclasses.fields(shape):
+        if each.name in _LATER and raw[each.name] == each.default:
+            del raw[each.name]
+    return raw if type(shape) is ModelShape else {"family": shape.family, **raw}
 
 
 def shape_of(raw: Mapping[str, Any]) -> ModelShape:
@@ -338,127 +544,3 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
     if family not in known:
         raise ValueError(f"model family {family!r:.40}: use the version that wrote it")
     return known[family](**fields)
-
-
-# --- a Hugging Face config.json -------------------------------------------------------
-
-_DIMENSIONS: Final = {
-    "num_layers": "num_hidden_layers",
-    "dim": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-_MOST: Final = {"num_hidden_layers": 10_000, "num_local_experts": 1024}
-"""As of these in a job file; of other sizes 10**9."""
-
-
-class ConfigError(Exception):
-    """The file describes no model that can be trained here; `code` says which way."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def parse_hf_config(text: str) -> ModelShape:
-    """Return the shape that the text of a `config.json` describes.
-
-    Reads both the older form (`rope_theta`, `rope_scaling`) and the newer one
-    (`rope_parameters`).
-
-    Raises:
-        ConfigError: HF021 not JSON or incomplete; HF022 another architecture, or
-            a feature that this trainer does not have.
-    """
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise ConfigError("HF021", f"not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("HF021", "not a JSON object; give a model's config.json")
-    family = _family_of(raw)
-    raw = {**family.hf_defaults, **raw}
-    sizes = {ours: _whole(raw, theirs) for ours, theirs in _DIMENSIONS.items()}
-    kv_heads = raw.get("num_key_value_heads")
-    return family(
-        **sizes,
-        num_kv_heads=sizes["num_heads"] if kv_heads is None else _whole(raw, "num_key_value_heads"),
-        head_dim=0 if raw.get("head_dim") is None else _whole(raw, "head_dim"),
-        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        tie_embeddings=raw.get("tie_word_embeddings") is True,
-        **_rope(raw),
-        **_own(raw, family),
-    )
-
-
-def _family_of(raw: dict[str, Any]) -> type[ModelShape]:
-    kind = raw.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise ConfigError(
-            "HF022",
-            f"model_type {kind!r:.40} is none of {', '.join(FAMILIES)}; train it as a plug-in "
-            "(docs/models.md), or by a script (command:)",
-        )
-    for key in family.hf_refused:
-        if raw.get(key):
-            raise ConfigError("HF022", f"{key} {raw[key]!r:.40} is not supported of {kind}")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError("HF022", f"hidden_act {activation!r:.40} is not supported; only 'silu'")
-    return family
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError("HF021", "rope_scaling is not a JSON object")
-    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind != "llama3":
-        raise ConfigError("HF022", f"RoPE scaling {kind!r:.40} is not supported; only 'llama3'")
-    return {
-        "rope_theta": theta,
-        "rope_scaling_factor": _number(rope, "factor", 8.0),
-        "rope_low_freq_factor": _number(rope, "low_freq_factor", 1.0),
-        "rope_high_freq_factor": _number(rope, "high_freq_factor", 4.0),
-        "rope_original_context": (
-            _whole(rope, "original_max_position_embeddings")
-            if "original_max_position_embeddings" in rope
-            else 8192
-        ),
-    }
-
-
-def _own(raw: dict[str, Any], family: type[ModelShape]) -> dict[str, Any]:
-    """Return the family's own fields: true or false, or a whole number, or null by default."""
-    defaults = {each.name: each.default for each in dataclasses.fields(family)}
-    found: dict[str, Any] = {}
-    for ours, key in family.hf_fields.items():
-        default = defaults[ours]
-        if isinstance(default, bool):
-            found[ours] = raw.get(key) is True
-        elif default is None and raw.get(key) is None:
-            found[ours] = None
-        else:
-            found[ours] = _whole(raw, key)
-    return found
-
-
-def _whole(raw: dict[str, Any], key: str) -> int:
-    value, most = raw.get(key), _MOST.get(key, 10**9)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(
-            "HF021", f"{key} is {value!r:.40}; expected a whole number from 1 to {most:,}"
-        )
-    return value
-
-
-def _number(raw: dict[str, Any], key: str, default: float) -> float:
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
-        raise ConfigError("HF021", f"{key} is {value!r:.40}; expected a number above 0")
-    return float(value)

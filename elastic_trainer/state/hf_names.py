@@ -75,16 +75,11 @@ def hf_config(
     """Return the content of `config.json`.
 
     It has the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which 5 reads
-    as well. `elastic_trainer.plan.models` reads it back to an equal shape. `own` is what a job's
+    as well. `elastic_trainer.plan.hf_config` reads it back to an equal shape. `own` is what a job's
     own decoder adds or overrides.
     """
-    scaling = {
-        "rope_type": "llama3",
-        "factor": shape.rope_scaling_factor,
-        "low_freq_factor": shape.rope_low_freq_factor,
-        "high_freq_factor": shape.rope_high_freq_factor,
-        "original_max_position_embeddings": shape.rope_original_context,
-    }
+    # Where it is absent it is dim / heads, unless the family has a default of its own.
+    has_head_dim = shape.head_dim or "head_dim" in shape.hf_defaults
     return {
         "architectures": [shape.architecture],
         "model_type": shape.family,
@@ -92,19 +87,16 @@ def hf_config(
         "hidden_size": shape.dim,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        # Where a family's default is a number of its own, null is not dim / heads.
-        "head_dim": shape.head_size if "head_dim" in shape.hf_defaults else shape.head_dim or None,
-        "intermediate_size": shape.ffn_dim,
+        **({"head_dim": shape.head_size} if has_head_dim else {}),
+        shape.hf_ffn: shape.ffn_dim,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": context or context_of(shape),
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if shape.rope_scaling_factor == 1.0 else scaling,
+        "rope_scaling": _rope_scaling(shape),
         "tie_word_embeddings": shape.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "initializer_range": 0.02,
         # The tokenizer knows them, the model does not; without these lines
         # transformers takes 1 and 2, which are other tokens in most vocabularies.
@@ -114,6 +106,29 @@ def hf_config(
         "use_cache": True,
         **{theirs: getattr(shape, ours) for ours, theirs in shape.hf_fields.items()},
         **(own or {}),
+    }
+
+
+def _rope_scaling(shape: ModelShape) -> dict[str, Any] | None:
+    """Return config.json's `rope_scaling`, null where nothing is scaled."""
+    if shape.rope_scaling_factor == shape.rope_magnitude == 1.0:
+        return None
+    scaling = {"rope_type": shape.rope_scaling, "factor": shape.rope_scaling_factor}
+    if shape.rope_scaling == "linear":
+        return scaling
+    scaling["original_max_position_embeddings"] = shape.rope_original_context
+    if shape.rope_scaling == "yarn":
+        return {
+            **scaling,
+            "beta_fast": shape.rope_beta_fast,
+            "beta_slow": shape.rope_beta_slow,
+            "truncate": shape.rope_truncate,
+            "attention_factor": shape.rope_attention_factor,
+        }
+    return {
+        **scaling,
+        "low_freq_factor": shape.rope_low_freq_factor,
+        "high_freq_factor": shape.rope_high_freq_factor,
     }
 
 

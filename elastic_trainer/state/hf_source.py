@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from elastic_trainer.model.decoder import build
-from elastic_trainer.plan.models import ConfigError, ModelShape, parse_hf_config
+from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
+from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.state.errors import InputError
 from elastic_trainer.state.hf_names import (
     CONFIG_NAME,
@@ -245,8 +246,10 @@ class HFSource:
 
     def _check(self, found: Mapping[str, TensorStorageMetadata]) -> None:
         expected = {self._theirs[name]: size for name, size in self.sizes.items()}
+        extra = [key for key in found if key not in expected and not is_derived(key)]
         if missing := [theirs for theirs in expected if theirs not in found]:
-            tied = missing == [self._theirs[HEAD]]
+            # Beside another head, as a classifier's, it is not the embedding.
+            tied = missing == [self._theirs[HEAD]] and not extra
             raise InputError(
                 "HF325",
                 f"{self._dir} lacks {_some(missing)}: "
@@ -257,7 +260,7 @@ class HFSource:
                     else f"bring all files of the model, and the {CONFIG_NAME} that belongs to them"
                 ),
             )
-        if extra := [key for key in found if key not in expected and not is_derived(key)]:
+        if extra:
             raise InputError(
                 "HF325",
                 f"{self._dir} holds {_some(extra)}, for which a {self.shape.family} of "

@@ -14,7 +14,7 @@ from elastic_trainer.model.decoder import build, rope_table
 from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
-from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
+from elastic_trainer.parallel.pipeline import Pipeline, add_copys_gradient, cut_stages
 from elastic_trainer.parallel.tensor import token_loss_sum
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Rung
@@ -63,13 +63,15 @@ class Engine:
         if config.train.compile:
             mark_compiling(mark)
         self._sharded = bool(self.stages) or isinstance(self.model, FSDPModule)
+        self.tied: Tensor | None = None
+        """On both ends of a pipeline the table of tied embeddings, of which each has a copy."""
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
         config, cp = self._config, self.layout.cp
         self.model.to_empty(device=self._device)
-        if not self._sharded and config.model.tie_embeddings:
-            self.model.head.weight = self.model.embedding.weight  # each was made by itself
+        if config.model.tie_embeddings:
+            self._tie()
         positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
         self._rope = rope_table(config.model, positions, self._device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -78,6 +80,19 @@ class Engine:
         for stage in self.stages:
             stage.rope = self._rope
         self._pipeline = self._build_pipeline(len(positions)) if self.stages else None
+
+    def _tie(self) -> None:
+        """Make the table one parameter under both its names, on each end of a pipeline too.
+
+        So checkpoints are the same as of one process; what both ends hold is written once.
+        """
+        model, spans = self.model, [stage.span for stage in self.stages]
+        if any(span.has_head for span in spans):
+            model.embedding.weight = self.tied = model.head.weight
+        elif any(span.has_embedding for span in spans):
+            model.head.weight = self.tied = model.embedding.weight
+        elif not self._sharded:
+            model.head.weight = model.embedding.weight  # each was made by itself
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], tokens: int) -> Tensor:
         """Add up the gradients of one step.
@@ -91,6 +106,8 @@ class Engine:
         """
         self._weight = 1.0 / tokens
         loss_sum = self._run(micro_batches, backward=True)
+        if self.tied is not None and self.meshes.pp is not None:
+            add_copys_gradient(self.tied, self.meshes.pp)
         if not self._sharded:
             for param in self.model.parameters():
                 if param.grad is None:  # an idle expert's; of FSDP it is zero

@@ -70,8 +70,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def gradient_square_sum(model: nn.Module) -> Tensor:
-    """Return this rank's part of the squared gradient norm, fp64 scalar.
+def gradient_square_sum(model: nn.Module, tied: Tensor | None = None) -> Tensor:
+    """Return this rank's part of the squared gradient norm, fp64 scalar; `tied` as of `Engine`.
 
     The sum over all ranks is the square of the global norm: what n ranks hold alike
     counts 1/n on each. In fp64, so that the norm does not depend on where shards end.
@@ -80,7 +80,8 @@ def gradient_square_sum(model: nn.Module) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for param in model.parameters():
         if (grad := param.grad) is not None:
-            by_copies.setdefault(_num_copies(grad), []).append(local_of(grad))
+            copies = _num_copies(grad) * (2 if param is tied else 1)
+            by_copies.setdefault(copies, []).append(local_of(grad))
     sums = [
         torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies  # noqa: SLF001
         for copies, grads in by_copies.items()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_trainer.data import open_corpus
+from elastic_trainer.data import Crew, open_corpus
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
@@ -177,12 +177,20 @@ class Trainer:
 
     def _open_data(self) -> None:
         config, who, here = self.config, self.who, self.engine.coordinate
+        crew = Crew(
+            rank=who.rank,
+            size=who.world_size,
+            beat=self.heartbeat.beat,
+            encoded=lambda part, parts: self.session.emit("data.encoded", part=part, parts=parts),
+            wait_s=config.elastic.start_ceiling_s / 2,  # sooner than it is taken for hung
+        )
         corpus = open_corpus(
             config.data,
             seq_len=config.train.seq_len,
             seed=config.train.seed,
             vocab_size=config.model.vocab_size,
             cache_dir=who.run_dir / "cache",
+            crew=crew,
         )
         ledger = None
         if here["pp"] == here["cp"] == here["tp"] == 0:  # it speaks for its dp index
@@ -205,6 +213,7 @@ class Trainer:
                 run_dir=who.run_dir,
                 coordinate=here,
                 device=self.device,
+                crew=crew,
             )
         self.session.started(self.step)
 
@@ -276,7 +285,7 @@ class Trainer:
         """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
         votes = self.session.votes(step, self.heartbeat.asked())
         # The host waits for the device here, and nowhere else in a step.
-        sums = torch.stack([loss_sum, gradient_square_sum(self.model)]).cpu()
+        sums = torch.stack([loss_sum, gradient_square_sum(self.model, self.engine.tied)]).cpu()
         everything = torch.cat([sums, sums.new_tensor(votes)])
         self.sum_over_ranks(everything)
         loss, square_sum, *votes = everything.tolist()

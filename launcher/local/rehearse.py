@@ -406,5 +406,12 @@ def _model(spec: JobSpec) -> dict[str, Any]:
     for key, most in (("num_experts", 4), ("experts_per_token", 2), ("sliding_window", 32)):
         if raw.get(key):
             small[key] = min(raw[key], most)
-    kept = ("family", "tie_embeddings", "attention_bias", "norm_eps", "rope_theta")
+    kept = (
+        "family",
+        "tie_embeddings",
+        "attention_bias",
+        "norm_topk_prob",
+        "norm_eps",
+        "rope_theta",
+    )
     return {**{key: raw[key] for key in kept if key in raw}, **small}

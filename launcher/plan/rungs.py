@@ -191,7 +191,7 @@ def _meshes(facts: JobFacts, top: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yield one replica of every mesh that may be legal: no more cp than the top's."""
     shape = facts.shape
     tps = divisors(math.gcd(shape.num_heads, shape.num_kv_heads, shape.vocab_size, shape.ffn_dim))
-    stages = 1 if shape.tie_embeddings else shape.num_layers // facts.interleave
+    stages = shape.num_layers // facts.interleave
     for tp in (each for each in tps if each <= max(top.tp, facts.domain)):
         for cp in divisors(top.cp):
             for pp in range(1, stages + 1):

@@ -175,7 +175,7 @@ def _shapes(facts: JobFacts, num_gpus: int) -> Iterator[ParallelLayout]:
     shape = facts.shape
     whole = math.gcd(shape.num_heads, shape.num_kv_heads, shape.vocab_size, shape.ffn_dim)
     whole = math.gcd(whole, facts.domain) if not facts.allow_tp_across_nodes else whole
-    stages = 1 if shape.tie_embeddings else shape.num_layers
+    stages = shape.num_layers
     for tp in divisors(whole):
         for cp in divisors(facts.seq_len):
             tokens, left = divmod(facts.seq_len, cp)

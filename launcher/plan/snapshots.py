@@ -19,6 +19,7 @@ from typing import Final
 
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.plan.quantities import sized
 from launcher.plan.rungs import predicted_step_s
 from launcher.spec.errors import Problem
@@ -70,11 +71,11 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     if spec.command is not None:  # only the script knows its state
         return Snapshots(every_steps=asked), []
     workers = spec.cluster.gpus_per_node
-    params = spec.shape.num_params()
+    shape = spec.shape
     layouts = [rung.layout for rung in ladder.rungs]
-    image, copied = _image_bytes(params, layouts[0]), _copied(layouts[0], workers)
+    image, copied = _image_bytes(shape, layouts[0]), _copied(layouts[0], workers)
     node_bytes = max(
-        workers * _image_bytes(params, layout) * (4 if _copied(layout, workers) else 2)
+        workers * _image_bytes(shape, layout) * (4 if _copied(layout, workers) else 2)
         for layout in layouts
     )
     gpu, step_s = GPUS.get(spec.cluster.gpu), predicted_step_s(spec, ladder.rungs[0])
@@ -190,7 +191,10 @@ def snapshot_line(cost: Snapshots) -> str:
     return line
 
 
-def _image_bytes(params: int, layout: ParallelLayout) -> int:
+def _image_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
+    params = shape.num_params()
+    if shape.tie_embeddings and layout.pp > 1:  # both ends of the pipeline have the table
+        params += shape.vocab_size * shape.dim
     return math.ceil(params * BYTES_PER_PARAM * layout.dp_replicate / layout.world_size)
 
 

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from elastic_trainer.plan.config import RECORD_FORMATS, DataSection
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import FAMILIES, PUBLISHED_CONTEXT, Mixtral, ModelShape, Plugin
+from elastic_trainer.plan.models import (
+    FAMILIES,
+    PUBLISHED_CONTEXT,
+    MixtureShape,
+    ModelShape,
+    Plugin,
+)
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer, Problem
 from launcher.spec.hardware import CPU, GPUS
@@ -165,14 +172,24 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
         yield finding("HF016", "network.cidr", message, "network.interface")
     yield from _validation(spec)
     yield from _float8(spec)
-    if spec.data.cut_long and not spec.data.packed:
-        message = f"cut_long is for examples of sft, the format is {spec.data.format}; leave it out"
-        yield finding("HF016", "data.cut_long", message, "data.format", use=[False])
+    yield from _data(spec.data)
     warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps
     if warmup > steps:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
         tenth = [steps // 10]
         yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", use=tenth)
+
+
+def _data(data: DataSection) -> Iterator[BrokenRule]:
+    if data.cut_long and not data.packed:
+        message = f"cut_long is for examples of sft, the format is {data.format}; leave it out"
+        yield finding("HF016", "data.cut_long", message, "data.format", use=[False])
+    if data.key is not None and data.format not in RECORD_FORMATS:
+        message = f"key is for jsonl, parquet and arrow, the format is {data.format}; leave it out"
+        yield finding("HF016", "data.key", message, "data.format", use=[None])
+    if data.as_is and data.format != "text":
+        message = f"as_is is for text, the format is {data.format}; leave it out"
+        yield finding("HF016", "data.as_is", message, "data.format", use=[False])
 
 
 def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -364,7 +381,7 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
             offers=[{"train.compile": False}],
         )
     if (
-        spec.data.format in ("text", "sft")
+        spec.data.format in ("text", "sft", *RECORD_FORMATS)
         and spec.data.tokenizer == "bytes"
         and shape.vocab_size < BYTES_VOCABULARY
     ):
@@ -381,10 +398,10 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
 
 def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
-    if isinstance(shape, Mixtral):
+    if isinstance(shape, MixtureShape):
         experts, chosen = shape.num_experts, shape.experts_per_token
         if experts == 1:
-            yield "num_experts", "1 is not a mixture; say how many, or use family mistral", [8]
+            yield "num_experts", "1 is not a mixture; say how many, or use a family without", [8]
         elif chosen > experts:
             yield "experts_per_token", f"{chosen} is more than the {experts} experts", [2]
     if shape.num_heads % shape.num_kv_heads:

@@ -44,7 +44,7 @@ _TABLE: Final = {
     "HF021": ("The model's config.json cannot be read.", "Check the path and the JSON."),
     "HF022": (
         "The model is of a family, or has a feature, that is not trained here.",
-        "Use a Llama, Qwen3, Mistral or Mixtral model, a plug-in or a script.",
+        "Use a model of another family (docs/models.md), a plug-in or a script.",
     ),
     "HF023": ("The model's dimensions contradict each other.", "Fix the one named."),
     "HF024": ("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
@@ -76,7 +76,6 @@ _TABLE: Final = {
     "HF116": ("`dp: auto` has no solution.", "Use the number of nodes named."),
     "HF117": ("layout.order does not name the four axes once each.", "Reorder them."),
     "HF118": ("schedule and interleave contradict each other.", "Change one of them."),
-    "HF119": ("Tied embeddings with more than one pipeline stage.", "Use pp 1."),
     # Cluster, elasticity.
     "HF120": ("elastic.min_nodes is more than the cluster has.", "Lower it."),
     "HF121": ("ep does not divide the experts of a layer.", "Use a divisor of both."),
@@ -424,11 +423,21 @@ _TABLE: Final = {
     "HF702": ("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),
     "HF703": ("A token outside the vocabulary.", "Use the tokenizer it was made with."),
     "HF704": ("The tokenizer cannot be used.", "Name a tokenizer.json, or use bytes."),
-    "HF705": ("A data format the trainer cannot read.", "Use text, nanogpt, megatron or sft."),
+    "HF705": ("A data format the trainer cannot read.", "Use one of docs/data.md."),
     "HF706": ("The corpus is not the one the run began with.", "Restore the original corpus."),
     "HF707": ("The corpus's files are damaged.", "Copy them again, or make them again."),
     "HF708": ("A line of an SFT file that is not an example.", "Fix or remove the line named."),
     "HF709": ("SFT examples longer than seq_len.", "Raise seq_len, or set data.cut_long."),
+    "HF710": ("The corpus has another format than data.format.", "Write what the message names."),
+    "HF712": ("The corpus is not text in UTF-8.", "Convert it as the message says."),
+    "HF713": (
+        "A record of the corpus has no text.",
+        "Name its key in data.key, or fix the record named.",
+    ),
+    "HF714": (
+        "What reads parquet, Arrow and .zst is missing.",
+        "Install pyarrow on the nodes: pip install 'holdfast-ml[arrow]'.",
+    ),
     "HF711": ("Wrong numbers in a step stop the job.", "See `numbers`."),
     # Kubernetes: what a job file lacks to be rendered.
     "HF720": ("No container image for the pods.", "Set kubernetes.image."),

@@ -51,7 +51,7 @@ def profile_text(profile: Profile) -> str:
     found = raw.pop("found")
     lists = {key: value for key, value in found.items() if isinstance(value, tuple)}
     plain = {key: value for key, value in found.items() if key not in lists}
-    rows = [f'  "{key}": {json.dumps(value)}' for key, value in plain.items()]
+    rows = [f'  "{key}": {json.dumps(value)}' for key, value in _short(plain).items()]
     for key, records in lists.items():
         inside = ",\n".join(f"   {json.dumps(_short(record))}" for record in records)
         rows.append(f'  "{key}": [\n{inside}\n  ]' if records else f'  "{key}": []')

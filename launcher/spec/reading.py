@@ -22,14 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from elastic_trainer.plan.command import names_in, preset
-from elastic_trainer.plan.models import (
-    FAMILIES,
-    PRESETS,
-    ConfigError,
-    ModelShape,
-    Plugin,
-    parse_hf_config,
-)
+from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
+from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks

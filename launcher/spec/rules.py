@@ -280,19 +280,6 @@ def stages_have_layers(facts: JobFacts, layout: ParallelLayout) -> Iterator[Brok
         )
 
 
-def tied_tables_share_a_stage(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
-    """Tied embedding and head are one parameter: both on one stage."""
-    if layout.pp > 1 and facts.shape.tie_embeddings:
-        yield finding(
-            "HF119",
-            "layout.pp",
-            f"{layout.pp} stages would part the embedding and the head of {facts.model_name}, "
-            "which share their weights",
-            "model",
-            offers=[*_degrees(facts, layout, "pp", [1]), {"model.tie_embeddings": False}],
-        )
-
-
 def batch_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     """The step is a whole number of micro-batches, at least one for every dp rank."""
     batch, micro, fed = facts.global_batch, facts.micro_batch, layout.dp * layout.pp
@@ -406,7 +393,6 @@ RULES: Final[tuple[Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]], .
     tp_stays_inside,
     sequence_divides,
     stages_have_layers,
-    tied_tables_share_a_stage,
     batch_divides,
     pipeline_is_fed,
     float8_divides,

@@ -24,7 +24,16 @@ from elastic_trainer.plan.config import (
     ValidationSection,
 )
 from elastic_trainer.plan.layout import AXES
-from elastic_trainer.plan.models import FAMILIES, Mistral, Mixtral, ModelShape, Plugin, Qwen3
+from elastic_trainer.plan.models import (
+    FAMILIES,
+    Granite,
+    Mistral,
+    MixtureShape,
+    ModelShape,
+    Plugin,
+    Qwen3,
+    Qwen3Moe,
+)
 from launcher.spec.values import (
     Above,
     Becomes,
@@ -146,11 +155,21 @@ class ModelDimensions(SpecSection):
     rope_low_freq_factor: Positive = _shape("rope_low_freq_factor")
     rope_high_freq_factor: Positive = _shape("rope_high_freq_factor")
     rope_original_context: Count = _shape("rope_original_context")
+    rope_scaling: Literal["llama3", "linear", "yarn"] = _shape("rope_scaling")
+    rope_beta_fast: Positive = _shape("rope_beta_fast")
+    rope_beta_slow: Positive = _shape("rope_beta_slow")
+    rope_truncate: bool = _shape("rope_truncate")
+    rope_attention_factor: Positive | None = _shape("rope_attention_factor")
     tie_embeddings: bool = _shape("tie_embeddings")
     attention_bias: bool = setting_of(Qwen3)("attention_bias")
     sliding_window: Count | None = setting_of(Mistral)("sliding_window")
-    num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(Mixtral)("num_experts")
-    experts_per_token: Count = setting_of(Mixtral)("experts_per_token")
+    num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(MixtureShape)("num_experts")
+    experts_per_token: Count = setting_of(MixtureShape)("experts_per_token")
+    norm_topk_prob: bool = setting_of(Qwen3Moe)("norm_topk_prob")
+    embedding_multiplier: Positive = setting_of(Granite)("embedding_multiplier")
+    attention_multiplier: Positive = setting_of(Granite)("attention_multiplier")
+    residual_multiplier: Positive = setting_of(Granite)("residual_multiplier")
+    logits_scaling: Positive = setting_of(Granite)("logits_scaling")
     params: Annotated[int, Field(ge=1, le=10**15)] | None = _plugin("params")
     options: dict[Text, Plain] = Field(
         default_factory=dict, description=_plugin("options").description
@@ -245,9 +264,13 @@ class Data(SpecSection):
     """Where the tokens come from."""
 
     path: Text = _data("path")
-    format: Literal["text", "nanogpt", "megatron", "sft"] = _data("format")
+    format: Literal["text", "jsonl", "parquet", "arrow", "nanogpt", "megatron", "sft"] = _data(
+        "format"
+    )
     tokenizer: Text = _data("tokenizer")
+    key: Text | None = _data("key")
     cut_long: bool = _data("cut_long")
+    as_is: bool = _data("as_is")
 
 
 class Validation(SpecSection):

@@ -86,12 +86,13 @@ def cases() -> Iterator[Case]:
 def families() -> Iterator[Case]:
     """Yield each axis, and cp with tp, of the other families of models."""
     axes = ({"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"cp": 2, "tp": 2})
-    for model in ("tiny-qwen3", "tiny-mistral", "tiny-mixtral"):
+    for kind in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe", "granite"):
         for degrees in axes:
-            yield Case(ParallelLayout(**degrees), model, micro_batch=5)
+            yield Case(ParallelLayout(**degrees), f"tiny-{kind}", micro_batch=5)
     alone = {"dp": 2, "ep": 2}
     for degrees in (alone, *({**alone, axis: 2} for axis in ("tp", "cp", "pp"))):
         yield Case(ParallelLayout(**degrees), "tiny-mixtral", micro_batch=2)
+    yield Case(ParallelLayout(**alone), "tiny-qwen3-moe", micro_batch=2)
     for degrees in ({"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "dp_replicate": 2, "ep": 2}):
         yield Case(ParallelLayout(**degrees), "tiny-mixtral", micro_batch=1)
 

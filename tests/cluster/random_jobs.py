@@ -54,7 +54,7 @@ def legal_jobs(draw, max_world=MAX_WORLD):
             "head_dim": head_dim,
             "ffn_dim": _multiple(draw, tp, 1, 3, 10, 16),
             "vocab_size": tp * draw(st.integers(-(-256 // tp), 260)),
-            "tie_embeddings": pp == 1 and draw(st.booleans()),
+            "tie_embeddings": draw(st.booleans()),
         },
         "layout": {
             "tp": tp,

@@ -319,6 +319,37 @@ def test_again_and_with_recomputing_it_is_the_same_bit_for_bit(layout, tmp_path)
     assert [identical(other, plain) for other in others] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        (ParallelLayout(pp=2), {}),
+        pytest.param(ParallelLayout(pp=2), {"interleave": 2}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=2, tp=2), {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=3, dp=2), {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=2, dp=2, cp=2), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_tied_embeddings_agree_on_the_ends_of_a_pipeline(layout, values, tmp_path):
+    tied = dataclasses.replace(SHAPE, num_layers=4, tie_embeddings=True)
+    one = trained(tmp_path / "one", ONE, model=tied, optimizer={"lr": 3e-4})
+    many = trained(tmp_path / "many", layout, model=tied, optimizer={"lr": 3e-4}, **values)
+    agree(many, one)
+    assert many.tensors().keys() == one.tensors().keys()
+
+
+def test_tied_embeddings_go_from_a_pipeline_to_one_process_and_back(tmp_path):
+    tied = dataclasses.replace(SHAPE, tie_embeddings=True)
+    given = {"model": tied, "global_batch": 10, "optimizer": {"lr": 3e-4, "min_lr_ratio": 1.0}}
+    one = Run(tmp_path / "one", make_config(tmp_path / "one", ONE, **given))
+    one.train(1, 1)
+    path = tmp_path / "many"
+    run = Run(path, make_config(path, ParallelLayout(pp=2), ONE, steps=4, **given))
+    for epoch, num_nodes, steps in ((1, 2, 4), (2, 1, 7), (3, 2, 10)):
+        run.write(make_config(path, ParallelLayout(pp=2), ONE, steps=steps, **given))
+        run.train(epoch, num_nodes)
+    agree(run, one)
+
+
 def test_tied_embeddings_agree_under_tensor_parallelism(tmp_path):
     tied = dataclasses.replace(SHAPE, tie_embeddings=True)
     one = trained(tmp_path / "one", ONE, model=tied, optimizer={"lr": 3e-4})

@@ -110,11 +110,11 @@ _NEXT = "which samples come next depends on it: some would be lost or repeated"
 KEYS: Final[Mapping[str, Key]] = {
     "name": Key(True, "it is a new run"),
     "model": Key(False, _FITS),
-    "model.rope_theta": Key(True, "longer contexts; the loss may jump"),
-    "model.rope_scaling_factor": Key(True, "longer contexts; the loss may jump"),
-    "model.rope_low_freq_factor": Key(True, "longer contexts; the loss may jump"),
-    "model.rope_high_freq_factor": Key(True, "longer contexts; the loss may jump"),
-    "model.rope_original_context": Key(True, "longer contexts; the loss may jump"),
+    **{
+        f"model.{each.name}": Key(True, "longer contexts; the loss may jump")
+        for each in dataclasses.fields(ModelShape)
+        if each.name.startswith("rope_")
+    },
     "model.params": Key(True, "it counts nothing but bytes"),
     "layout": Key(True, "resharded; the same batches, sums in another order"),
     "cluster": Key(True, "resharded; the same batches, sums in another order"),
@@ -133,7 +133,9 @@ KEYS: Final[Mapping[str, Key]] = {
     "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
     "data.format": Key(False, _NEXT),
     "data.tokenizer": Key(False, _NEXT),
+    "data.key": Key(False, _NEXT),
     "data.cut_long": Key(False, _NEXT),
+    "data.as_is": Key(True, "whether the corpus is examined; the same samples"),
     "validation": Key(True, "the new run's own"),
     "checkpoint": Key(True, "the new run's own"),
     "elastic": Key(True, "the new run's own"),

@@ -10,11 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.model.decoder import build
-from elastic_trainer.plan.models import PRESETS, Mistral, ModelShape, Qwen3, parse_hf_config
+from elastic_trainer.plan.hf_config import parse_hf_config
+from elastic_trainer.plan.models import (
+    PRESETS,
+    Granite,
+    Mistral,
+    ModelShape,
+    Qwen2,
+    Qwen3,
+    Qwen3Moe,
+)
 from elastic_trainer.state import hf_names
 
 TINY = PRESETS["tiny"]
-llamas = st.builds(
+unscaled = st.builds(
     ModelShape,
     num_layers=st.integers(1, 200),
     dim=st.sampled_from([64, 128, 4096]),
@@ -26,11 +35,30 @@ llamas = st.builds(
     norm_eps=st.sampled_from([1e-5, 1e-6]),
     rope_theta=st.sampled_from([10000.0, 500000.0]),
     rope_scaling_factor=st.sampled_from([8.0, 32.0]),
-    rope_low_freq_factor=st.sampled_from([1.0, 2.0]),
-    rope_high_freq_factor=st.sampled_from([4.0, 8.0]),
-    rope_original_context=st.sampled_from([4096, 8192]),
     tie_embeddings=st.booleans(),
 )
+contexts = st.sampled_from([4096, 8192])
+scalings = st.one_of(
+    st.just({"rope_scaling": "linear"}),
+    st.fixed_dictionaries(
+        {
+            "rope_low_freq_factor": st.sampled_from([1.0, 2.0]),
+            "rope_high_freq_factor": st.sampled_from([4.0, 8.0]),
+            "rope_original_context": contexts,
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "rope_scaling": st.just("yarn"),
+            "rope_beta_fast": st.sampled_from([32.0, 16.0]),
+            "rope_beta_slow": st.sampled_from([1.0, 2.0]),
+            "rope_truncate": st.booleans(),
+            "rope_attention_factor": st.sampled_from([None, 1.0, 1.25]),
+            "rope_original_context": contexts,
+        }
+    ),
+)
+llamas = st.builds(lambda base, scaling: dataclasses.replace(base, **scaling), unscaled, scalings)
 
 
 def of_family(family, base, **own):
@@ -39,7 +67,16 @@ def of_family(family, base, **own):
 
 shapes = st.one_of(
     llamas,
+    st.builds(partial(of_family, Qwen2), llamas),
     st.builds(partial(of_family, Qwen3), llamas, attention_bias=st.booleans()),
+    st.builds(
+        partial(of_family, Qwen3Moe),
+        llamas,
+        num_experts=st.integers(1, 128),
+        experts_per_token=st.integers(1, 8),
+        norm_topk_prob=st.booleans(),
+    ),
+    st.builds(partial(of_family, Granite), llamas, attention_multiplier=st.floats(0.01, 1.0)),
     st.builds(partial(of_family, Mistral), llamas, sliding_window=st.sampled_from([None, 4096])),
 )
 

@@ -23,7 +23,7 @@ from hf_models import (
     write_hf,
 )
 
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, raw_of
 from elastic_trainer.state import convert
 from elastic_trainer.state.hf_convert import import_hf
 
@@ -42,7 +42,7 @@ def export_args(run, out, *, shape=SHAPE, **more):
     request = {
         "checkpoints": str(run / "checkpoints"),
         "commit": dataclasses.asdict(newest(run)),
-        "model": dataclasses.asdict(shape),
+        "model": raw_of(shape),
         "out": str(out),
     }
     return "export", json.dumps({**request, **more})
@@ -72,7 +72,7 @@ def test_import_and_export_by_command(tmp_path, hf, capsys):
     assert (code, err) == (0, "")
     result = lines[-1]["result"]
     assert result["num_params"] == SHAPE.num_params()
-    assert result["model"] == dataclasses.asdict(SHAPE)
+    assert result["model"] == raw_of(SHAPE)
     assert result["commit"] == dataclasses.asdict(newest(tmp_path / "run"))
     args = export_args(tmp_path / "run", tmp_path / "out", dtype="bfloat16", context=4096)
     code, lines, err = main(capsys, *args)
@@ -137,7 +137,7 @@ import psutil
 sys.path.insert(0, {helpers!r})
 from hf_models import SHAPE, export_run, random_weights, write_hf
 from elastic_trainer.state.hf_convert import import_hf
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, raw_of
 top, shape = Path({top!r}), {shape!r}
 me, peak = psutil.Process(), 0
 def look(*_):

@@ -98,6 +98,10 @@ BAD_TENSORS = {
         lambda w: w.pop("lm_head.weight"),
         r"HF325 .*\blm_head\.weight\b.*tie_word_embeddings: true",
     ),
+    "another head": (
+        lambda w: w.update({"score.weight": w.pop("lm_head.weight")[:2].contiguous()}),
+        r"HF325 .*\blm_head\.weight\b(?!.*tie_word_embeddings)",
+    ),
     "extra": (
         lambda w: w.update({"lm_head.bias": torch.ones(3), "x": torch.ones(1)}),
         r"HF325 .*\blm_head\.bias\b.*\b1\b",
@@ -128,7 +132,7 @@ def test_wrong_tensors_are_refused(tmp_path, hf, change, message):
     [
         ({"model_type": "gemma2"}, r"HF022 .*config.json: model_type 'gemma2'"),
         ({"attention_bias": True}, r"HF022 .*attention_bias"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"HF022 .*yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"HF022 .*dynamic"),
         ({"hidden_size": "big"}, r"HF021 .*hidden_size"),
         ({"num_key_value_heads": 3}, r"HF023 .*\bnum_key_value_heads 3\b"),
         ({"head_dim": 7}, r"HF023 .*\b7\b"),

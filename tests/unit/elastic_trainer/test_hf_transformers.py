@@ -10,9 +10,22 @@ import warnings
 import pytest
 import torch
 from hf_models import equal_bits, export_run, names_of, random_weights, read_hf, write_hf
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.model.decoder import build, rope_table
-from elastic_trainer.plan.models import PRESETS, Mistral, Mixtral, ModelShape, Qwen3
+from elastic_trainer.model.decoder import build, rope_frequencies, rope_table
+from elastic_trainer.plan.hf_config import parse_hf_config
+from elastic_trainer.plan.models import (
+    PRESETS,
+    Granite,
+    Mistral,
+    Mixtral,
+    ModelShape,
+    Qwen2,
+    Qwen3,
+    Qwen3Moe,
+)
 from elastic_trainer.state.hf_convert import import_hf
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,15 +33,27 @@ with warnings.catch_warnings():
     # Of its imports, not of what is tested.
     warnings.simplefilter("ignore", DeprecationWarning)
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SEQ_LEN = 96
 DIMENSIONS = {"num_layers": 3, "dim": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_dim": 96,
               "vocab_size": 200}  # fmt: skip
+SCALES = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+          "logits_scaling": 3.0}  # fmt: skip
 BASE = ModelShape(**DIMENSIONS)
 SCALED = dataclasses.replace(
     PRESETS["llama3-405b"],
     **{f: getattr(BASE, f) for f in ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim")},
     vocab_size=200,
+)
+# Old contexts so short that every band of a scaling shows within SEQ_LEN.
+YARN = dataclasses.replace(
+    BASE,
+    rope_scaling="yarn",
+    rope_scaling_factor=4.0,
+    rope_theta=100.0,
+    rope_original_context=32,
+    rope_beta_fast=4.0,
 )
 SHAPES = {
     "gqa": BASE,
@@ -36,13 +61,25 @@ SHAPES = {
     "head_dim": dataclasses.replace(BASE, head_dim=16),
     "theta": dataclasses.replace(BASE, rope_theta=10000.0, norm_eps=1e-6),
     "llama3-405b's rope": SCALED,
-    # An old context so short that every band of the scaling shows within SEQ_LEN.
     "strong rope": dataclasses.replace(SCALED, rope_theta=100.0, rope_original_context=32),
+    "linear": dataclasses.replace(BASE, rope_scaling="linear", rope_scaling_factor=4.0),
+    "yarn": YARN,
+    "yarn, other bounds": dataclasses.replace(
+        YARN, rope_beta_fast=8.0, rope_beta_slow=0.5, rope_truncate=False, rope_attention_factor=0.9
+    ),
+    "qwen2": Qwen2(**DIMENSIONS),
+    "qwen2 tied": Qwen2(**DIMENSIONS, tie_embeddings=True, head_dim=24, rope_theta=1e6),
     "qwen3": Qwen3(**DIMENSIONS, head_dim=24, attention_bias=True),
     "qwen3 tied": Qwen3(**DIMENSIONS, tie_embeddings=True, rope_theta=1e6),
     "mistral": Mistral(**DIMENSIONS, sliding_window=16),
     "mistral, all": Mistral(**DIMENSIONS, head_dim=16),
     "mixtral": Mixtral(**DIMENSIONS, num_experts=5, experts_per_token=3),
+    "granite": Granite(**DIMENSIONS, **SCALES),
+    "granite tied": Granite(**DIMENSIONS, **SCALES, tie_embeddings=True),
+    "qwen3_moe": Qwen3Moe(**DIMENSIONS, head_dim=24, num_experts=5, experts_per_token=3),
+    "qwen3_moe, rescaled": Qwen3Moe(
+        **DIMENSIONS, num_experts=5, experts_per_token=3, norm_topk_prob=True, attention_bias=True
+    ),
 }
 
 
@@ -55,13 +92,18 @@ def _one_thread():
 
 
 def logits_of_ours(shape, path, tokens):
-    model, names = build(shape).to_empty(device="cpu"), names_of(shape)
-    state = {names[name]: tensor for name, tensor in read_hf(path).items()}
-    if shape.tie_embeddings:
-        state["head.weight"] = state["embedding.weight"]
-    model.load_state_dict(state, strict=True)
     with torch.no_grad():
-        return model(tokens, rope_table(shape, torch.arange(tokens.shape[1]), "cpu"))
+        return loaded(shape, path)(tokens, rope_table(shape, torch.arange(tokens.shape[1]), "cpu"))
+
+
+def loaded(shape, path):
+    model, names = build(shape).to_empty(device="cpu"), names_of(shape)
+    if shape.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    state = {names[name]: tensor for name, tensor in read_hf(path).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["head.weight"] * shape.tie_embeddings, [])
+    return model
 
 
 def weights_of(shape):
@@ -90,13 +132,61 @@ def test_an_export_gives_the_same_logits_in_transformers(tmp_path, shape):
     assert (ours - expected).abs().max() < 1e-5
 
 
-def test_the_scaling_makes_a_difference_that_the_test_would_see(tmp_path):
-    shape = SHAPES["strong rope"]
+@pytest.mark.parametrize("name", ["strong rope", "linear", "yarn"])
+def test_the_scaling_makes_a_difference_that_the_test_would_see(tmp_path, name):
+    shape = SHAPES[name]
     hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
     tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     plain = dataclasses.replace(shape, rope_scaling_factor=1.0)
     change = logits_of_ours(shape, hf, tokens) - logits_of_ours(plain, hf, tokens)
     assert change.abs().max() > 1e-2
+
+
+FACTORS = st.floats(1.5, 64.0)
+OLD = st.fixed_dictionaries({"original_max_position_embeddings": st.integers(64, 32768)})
+ROPES = st.one_of(
+    st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": FACTORS}),
+    st.builds(
+        dict.__or__,
+        OLD,
+        st.fixed_dictionaries(
+            {
+                "rope_type": st.just("llama3"),
+                "factor": FACTORS,
+                "low_freq_factor": st.floats(0.5, 2.0),
+                "high_freq_factor": st.floats(2.5, 8.0),
+            }
+        ),
+    ),
+    st.builds(
+        dict.__or__,
+        OLD,
+        st.fixed_dictionaries(
+            {"rope_type": st.just("yarn"), "factor": FACTORS},
+            optional={
+                "beta_fast": st.floats(8.0, 64.0),
+                "beta_slow": st.floats(0.5, 4.0),
+                "truncate": st.booleans(),
+                "attention_factor": st.floats(0.5, 2.0),
+                "mscale": st.sampled_from([0, 0.7, 1.0]),
+                "mscale_all_dim": st.sampled_from([0, 1.0, 1.5]),
+            },
+        ),
+    ),
+)
+
+
+@given(ROPES, st.sampled_from([100.0, 1e4, 1e6]), st.sampled_from([24, 64, 128]))
+def test_frequencies_and_factor_are_those_of_transformers(rope, theta, size):
+    theirs = transformers.LlamaConfig(
+        hidden_size=4 * size, num_attention_heads=4, intermediate_size=64, num_hidden_layers=1,
+        head_dim=size, rope_parameters={**rope, "rope_theta": theta},
+    )  # fmt: skip
+    shape = parse_hf_config(json.dumps(theirs.to_dict()))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
+    assert shape.rope_magnitude == pytest.approx(factor, rel=1e-12)
+    # theirs are made in fp32
+    torch.testing.assert_close(rope_frequencies(shape).float(), frequencies, rtol=5e-6, atol=0)
 
 
 def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
@@ -112,6 +202,9 @@ def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
 
 
 CONFIGS = {
+    "granite": (SCALES, Granite(**DIMENSIONS, **SCALES, norm_eps=1e-6, rope_theta=1e6)),
+    "qwen2": ({"tie_word_embeddings": True},
+              Qwen2(**DIMENSIONS, tie_embeddings=True, norm_eps=1e-6, rope_theta=1e6)),
     "qwen3": ({"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
               Qwen3(**DIMENSIONS, head_dim=24, attention_bias=True, tie_embeddings=True,
                     norm_eps=1e-6, rope_theta=1e6)),
@@ -119,6 +212,9 @@ CONFIGS = {
                                                 norm_eps=1e-6, rope_theta=1e6)),
     "mixtral": ({"num_local_experts": 5, "num_experts_per_tok": 3},
                 Mixtral(**DIMENSIONS, rope_theta=1e6, num_experts=5, experts_per_token=3)),
+    "qwen3_moe": ({"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+                  Qwen3Moe(**DIMENSIONS, rope_theta=1e6, norm_eps=1e-6, num_experts=5,
+                           experts_per_token=3)),
 }  # fmt: skip
 
 
@@ -147,6 +243,35 @@ def test_what_transformers_saves_of_a_family_gives_its_logits_here(tmp_path, kin
     ours = logits_of_ours(shape, tmp_path / "out", tokens)
     assert 0.1 < ours.std() < 10
     assert (ours - expected).abs().max() < 1e-5
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "name", ["yarn", "qwen2 tied", "qwen3", "mistral", "mixtral", "qwen3_moe", "granite tied"]
+)
+def test_training_has_the_losses_of_transformers(tmp_path, name):
+    """SGD, whose steps are proportional to the gradients: the next loss shows wrong ones."""
+    shape = SHAPES[name]
+    hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.float32, local_files_only=True
+    )
+    ours, rope = loaded(shape, hf), rope_table(shape, torch.arange(SEQ_LEN), "cpu")
+    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model, logits_of in (
+        (theirs.train(), lambda: theirs(tokens).logits),
+        (ours, lambda: ours(tokens, rope)),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = F.cross_entropy(logits_of()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[0] - losses[2] > 0.001 * losses[0]
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,8 +11,10 @@ from elastic_trainer.plan.models import PRESETS, ModelShape
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405.85e9),
+        ("qwen2.5-7b", 7_615_616_512),
         ("qwen3-8b", 8_190_735_360),
         ("mistral-7b", 7_241_732_096),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("mixtral-8x7b", 46_702_792_704),
     ],
 )

@@ -75,6 +75,9 @@ def test_norm_and_clipping_are_torchs(clip_norm):
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
     norm = gradient_square_sum(model).item() ** 0.5
     assert norm == pytest.approx(expected.item(), rel=1e-6)
+    first = next(model.parameters())
+    without_half = norm**2 - first.grad.double().square().sum().item() / 2  # another rank's
+    assert gradient_square_sum(model, tied=first).item() == pytest.approx(without_half, rel=1e-6)
     clip_gradients(model, norm, clip_norm)
     for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, other.grad, rtol=1e-5, atol=0)

@@ -191,6 +191,11 @@ def test_job_json_and_manifests_carry_it_without_its_class(tmp_path):
     assert TrainConfig.from_json(config.to_json()) == config
     assert own.num_params() == 7
     assert "family" not in raw_of(ModelShape(**DIMENSIONS))  # as before there were families
+    assert "rope_scaling" not in raw_of(ModelShape(**DIMENSIONS))  # as before there was YaRN
+    yarn = ModelShape(
+        **DIMENSIONS, rope_scaling="yarn", rope_scaling_factor=4.0, rope_beta_fast=8.0
+    )
+    assert shape_of(json.loads(json.dumps(raw_of(yarn)))) == yarn
     with pytest.raises(ValueError, match="newer"):
         shape_of({**raw_of(own), "family": "newer"})
 

@@ -49,7 +49,7 @@ def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"family": "qwen"}, "HF014 model.family: ... 'qwen' ... use llama, qwen3 or mistral"),
+        ({"family": "qwen"}, "HF014 model.family: ... 'qwen' ... use llama, qwen2, qwen3, mistral or granite"),
         ({"sliding_window": 8}, "HF016 model.sliding_window: ... llama"),
         ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: ... mistral"),
         ({"family": "mistral", "sliding_window": 0}, "HF013 model.sliding_window"),

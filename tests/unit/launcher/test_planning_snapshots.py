@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.plan.models import PRESETS, raw_of
 from launcher.plan.loading import load_spec
 from launcher.plan.planning import plan
 from launcher.plan.snapshots import snapshot_line
@@ -125,3 +128,15 @@ def test_the_share_of_the_network_is_of_what_was_planned():
     assert links.nic_share == pytest.approx(found.nic_share / 4)
     rarer = planned("llama3-70b.yaml", "checkpoint.memory_every_steps=10").snapshots
     assert rarer.nic_share == pytest.approx(found.nic_share * found.every_steps / 10)
+
+
+def test_both_ends_of_a_pipeline_keep_tied_tables():
+    tied = dataclasses.replace(PRESETS["tiny"], tie_embeddings=True)
+    raw = json.dumps({**raw_of(tied), "head_dim": None})
+    sets = (f"model={raw}", "elastic.min_nodes=4")
+    flat, pipeline = (
+        planned("tiny-cpu.yaml", *sets, *layout).snapshots.worker_bytes
+        for layout in ((), ("layout.pp=2",))
+    )
+    params, table = tied.num_params(), tied.vocab_size * tied.dim
+    assert pipeline / flat == pytest.approx((params + table) / params, rel=1e-5)
