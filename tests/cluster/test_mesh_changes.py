@@ -74,9 +74,9 @@ def undisturbed(job, tmp_path_factory):
     "case",
     [
         ("{tp: 2}", "1e9", ["dp3-pp1-cp1-tp2", "dp4-pp1-cp1-tp1"]),
-        pytest.param("{}", "1e7", ["dp6-pp1-cp1-tp1", "dp1-pp4-cp1-tp1"], marks=pytest.mark.slow),
+        pytest.param(("{}", "1e7", ["dp6-pp1-cp1-tp1", "dp2-pp2-cp1-tp1"]), marks=pytest.mark.slow),
         pytest.param(
-            "{pp: 3}", "1e9", ["dp2-pp3-cp1-tp1", "dp4-pp1-cp1-tp1"], marks=pytest.mark.slow
+            ("{pp: 3}", "1e9", ["dp2-pp3-cp1-tp1", "dp4-pp1-cp1-tp1"]), marks=pytest.mark.slow
         ),
     ],
 )

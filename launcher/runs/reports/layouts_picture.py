@@ -42,7 +42,7 @@ def _draw(figure: FigureBase, found: Sequence[TimedLayout]) -> None:
     axes.set_xlabel("predicted memory of the fullest GPU (GiB)")
     axes.set_ylabel("predicted tokens/s per GPU")
     axes.grid(color=GRID)
-    axes.legend(frameon=False, loc="lower left")
+    axes.legend(framealpha=0.9, edgecolor=GRID, loc="lower left")
 
 
 def _place(layout: TimedLayout) -> tuple[float, float]:
