@@ -47,6 +47,7 @@ from launcher.runs.submitting.environment import (
 from launcher.runs.submitting.freeze import Frozen, left_out, load_frozen, pointed_to
 from launcher.runs.submitting.freeze import upgrade as freeze_again
 from launcher.spec.errors import Problem, UserError, advice, writing
+from launcher.spec.spec import JobSpec
 
 _LIVE = (JobState.PENDING, JobState.RUNNING)
 _FIXED: Final = {
@@ -56,6 +57,7 @@ _FIXED: Final = {
 """Sections that say what is asked of a platform -> their keys that say where the run is."""
 _OWN: Final = frozenset({"run_id", "version", "start_from"})
 """Keys of job.json that another rendering does not know."""
+_NO_PROFILE: Final = ("HF138", "HF213", "HF214")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +233,13 @@ def _asked_again(run: StoredRun, sets: Sequence[str]) -> _Resubmission:
                 f"({wishes}); for anything else start a new run from it: --from {run.shown}",
             )
     path, base_dir = _job_file(run.path)
-    spec, config = load_spec(path, sets, folder=base_dir), run_dirs.load(run.path)
+    spec, config = _spec_of(path, sets, base_dir), run_dirs.load(run.path)
+    # What was planned stays: what predictions are made from may have changed since.
+    planned = plan(spec)
+    every = dataclasses.replace(planned.snapshots, every_steps=config.checkpoint.memory_every_steps)
     files = target.load_renderer()(
         spec,
-        plan(spec),
+        dataclasses.replace(planned, ladder=config.ladder, snapshots=every),
         run_id=config.run_id,
         run_dir=run.path,
         base_dir=base_dir,
@@ -253,6 +258,16 @@ def _asked_again(run: StoredRun, sets: Sequence[str]) -> _Resubmission:
     return _Resubmission(
         files=files, image=pod_image(spec) if target.sees_other_paths else None, sets=tuple(sets)
     )
+
+
+def _spec_of(path: Path, sets: Sequence[str], base_dir: Path) -> JobSpec:
+    """Read a run's job; without its profile where that cannot be used any more."""
+    try:
+        return load_spec(path, sets, folder=base_dir)
+    except UserError as error:
+        if error.code not in _NO_PROFILE:
+            raise
+        return load_spec(path, [*sets, "cluster.profile=null"], folder=base_dir)
 
 
 def _job_file(run_dir: Path) -> tuple[Path, Path]:

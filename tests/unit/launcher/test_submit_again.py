@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from fake_slurm import SUBMIT, tree
 from slurm_bench import fresh, submit
 
+from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Ladder
 from launcher.cli.main import run_cli
 from launcher.plan.loading import load_spec
 from launcher.record import stop_request
@@ -108,6 +111,25 @@ def test_a_run_that_goes_on_may_ask_for_something_else(fresh, capsys):
     spec = load_spec(run / "job.yaml")
     assert spec.slurm.qos == "low"
     assert (run / "job.json").read_text() == job_json
+
+
+def test_a_run_that_goes_on_keeps_what_was_planned(fresh, capsys):
+    submit("--run-dir", "runs/one", "--set", "checkpoint.memory_every_steps=1")
+    path = Path("runs/one/job.json")
+    config = TrainConfig.from_json(path.read_text())
+    # As another version predicted it.
+    rungs = tuple(dataclasses.replace(each, memory_gib=7.0) for each in config.ladder.rungs)
+    checkpoint = dataclasses.replace(config.checkpoint, memory_every_steps=3)
+    config = dataclasses.replace(config, ladder=Ladder(rungs), checkpoint=checkpoint)
+    path.write_text(config.to_json())
+    job = Path("runs/one/job.yaml")
+    job.write_text(job.read_text().replace("cluster: {", "cluster: {profile: gone, ", 1))
+    assert "profile: gone" in job.read_text()
+    fresh.is_now("FAILED", ExitCode="91:0")
+    fresh.accepts("18")
+    assert run_cli([*RESUME, "--set", "slurm.time=07:00:00"]) == 0, capsys.readouterr().err
+    assert path.read_text() == config.to_json()
+    assert "--time=07:00:00" in Path("runs/one/job.sbatch").read_text()
 
 
 @pytest.mark.parametrize(
