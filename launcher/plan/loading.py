@@ -39,7 +39,8 @@ def load_spec(
     Args:
         job: path of a job file, its values as plain data, or a job that was read before.
         sets: overrides as `train.steps=50`, later ones winning.
-        site: the cluster, whose defaults count where the job says nothing.
+        site: the cluster, whose defaults count where the job says nothing. Of one over SSH
+            neither the profile is read nor a layout chosen: that is done there.
         folder: base of relative paths in it; None: the folder of the job file, or the working
             directory.
 
@@ -68,6 +69,9 @@ def load_spec(
     defaults = [] if site is None else site.sets(read_source(text, file, before).data)
     every = [*before, *defaults, *sets]
     spec = parse_spec(text, file, every, read=read)
+    spec.remember(folder=base_dir)
+    if site is not None and site.ssh is not None:
+        return spec  # it is read again there, where the profile lies
     profile = _profile(spec)
     spec.remember(profile=profile)
     if spec.layout_is_auto:

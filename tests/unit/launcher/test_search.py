@@ -13,6 +13,7 @@ from launcher.plan.loading import load_spec
 from launcher.plan.planning import find_fastest, plan, speeds_of
 from launcher.plan.search import fastest, num_rounds, slower_by
 from launcher.plan.step_time import machine_of, step_time
+from launcher.platforms.sites import Site
 from launcher.spec.errors import UserError
 from launcher.spec.rules import divisors, expert_findings, layout_findings, replicate_finding
 
@@ -143,6 +144,17 @@ def test_a_job_that_was_read_keeps_the_layout_that_was_chosen():
     assert "layout=auto" not in again.sets
     assert load_spec(spec, ["layout={tp: 2}"]).full_layout.tp == 2
     assert job("layout=auto", layout={"tp": 4}).full_layout == spec.full_layout
+
+
+def test_of_a_site_over_ssh_nothing_is_chosen_here():
+    site = Site(ssh="login", defaults={"cluster": {"profile": "theirs"}})
+    spec = load_spec(JOB, site=site)
+    assert spec.layout_is_auto
+    assert spec.cluster.profile == "theirs"
+    assert not [each for each in spec.sets if each.startswith("layout")]
+    with pytest.raises(UserError) as caught:
+        load_spec(JOB, site=site.model_copy(update={"ssh": None}))
+    assert caught.value.code == "HF213"
 
 
 @pytest.mark.parametrize(
