@@ -206,7 +206,7 @@ def _show_fastest(
 ) -> None:
     """Print the fastest layouts of a job's nodes, beside what its file has."""
     from launcher.plan.planning import find_fastest
-    from launcher.plan.summary import candidate_dict, candidate_rows, time_lines
+    from launcher.plan.summary import layout_dict, layout_rows, time_lines
     from launcher.runs.reports.report import check_picture, write_picture
 
     if picture is not None:
@@ -218,9 +218,9 @@ def _show_fastest(
         write_picture(picture, lambda: layouts_picture(found))
     shown = found[:count]
     if as_json:
-        print_json({"ok": True, "layouts": [candidate_dict(each, found[0]) for each in shown]})
+        print_json({"ok": True, "layouts": [layout_dict(each, found[0]) for each in shown]})
         return
-    names, rows = candidate_rows(shown)
+    names, rows = layout_rows(shown)
     print_table(names, rows, numbers={"", "micro-batch", "GiB", "step s", "tokens/s/GPU"})
     for number, each in enumerate(shown if explain else (), 1):
         click.echo(f"{number}  {each.layout.label}: {', '.join(time_lines(each.time))}")

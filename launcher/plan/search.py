@@ -94,7 +94,7 @@ def fastest(
         of_training: vary the micro-batch and recomputation too, which change no result; else they
             are the job's.
     """
-    whole = list(_candidates(facts, speeds, of_training=of_training))
+    whole = list(_all_timed(facts, speeds, of_training=of_training))
     best_s = sorted(each.time.total for each in whole)[:count]
     timed = whole + [
         copies
@@ -103,16 +103,12 @@ def fastest(
         for copies in _split(each, speeds)
     ]
     found: list[TimedLayout] = []
-    for each in sorted(timed, key=_seconds):
+    for each in sorted(timed, key=lambda each: each.time.total):
         if len(found) == count:
             break
         if each.facts.fits(each.layout, ROOM) and not any(layout_findings(each.facts, each.layout)):
             found.append(each)
     return found
-
-
-def _seconds(candidate: TimedLayout) -> float:
-    return candidate.time.total
 
 
 def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:
@@ -127,7 +123,7 @@ def num_rounds(facts: JobFacts, layout: ParallelLayout) -> int:
     return rounds
 
 
-def _candidates(facts: JobFacts, speeds: Speeds, *, of_training: bool) -> Iterator[TimedLayout]:
+def _all_timed(facts: JobFacts, speeds: Speeds, *, of_training: bool) -> Iterator[TimedLayout]:
     """Yield what fits at first sight with one copy of the parameters, timed.
 
     What is recomputed although it fits without is left out.
@@ -175,7 +171,6 @@ def _shapes(facts: JobFacts, num_gpus: int) -> Iterator[ParallelLayout]:
     shape = facts.shape
     whole = math.gcd(shape.num_heads, shape.num_kv_heads, shape.vocab_size, shape.ffn_dim)
     whole = math.gcd(whole, facts.domain) if not facts.allow_tp_across_nodes else whole
-    stages = shape.num_layers
     for tp in divisors(whole):
         for cp in divisors(facts.seq_len):
             tokens, left = divmod(facts.seq_len, cp)
@@ -183,7 +178,7 @@ def _shapes(facts: JobFacts, num_gpus: int) -> Iterator[ParallelLayout]:
                 continue
             ranks, left = divmod(num_gpus, tp * cp)
             for pp in () if left else divisors(ranks):
-                if pp <= stages:
+                if pp <= shape.num_layers:
                     yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp=ranks // pp)
 
 
@@ -194,9 +189,9 @@ def _interleaves(facts: JobFacts, pp: int) -> Sequence[int]:
     return range(1, most + 1)
 
 
-def _split(candidate: TimedLayout, speeds: Speeds) -> Iterator[TimedLayout]:
-    """Yield a candidate with several copies of the parameters, each on a few nodes (HSDP)."""
-    facts, layout = candidate.facts, candidate.layout
+def _split(whole: TimedLayout, speeds: Speeds) -> Iterator[TimedLayout]:
+    """Yield a layout with several copies of the parameters, each on a few nodes (HSDP)."""
+    facts, layout = whole.facts, whole.layout
     ranks = layout.tp * layout.cp
     shards = {facts.domain * nodes // ranks for nodes in _SHARD_NODES} - {0}
     for copies in sorted({layout.dp // each for each in shards if layout.dp % each == 0} - {1}):
@@ -221,19 +216,19 @@ def slower_by(best: TimedLayout, other: TimedLayout) -> tuple[float, str]:
     return other.time.total / best.time.total - 1, _cause(name, other)
 
 
-def _cause(name: str, candidate: TimedLayout) -> str:
-    layout, facts = candidate.layout, candidate.facts
+def _cause(name: str, timed: TimedLayout) -> str:
+    layout, facts = timed.layout, timed.facts
     if name == "tp":
         beyond = " crosses the node" if crosses_nodes(facts, layout) else ""
         return f"tp{layout.tp}{beyond}: communication of tensor parallelism"
     if name == "bubble":
-        return f"pp{layout.pp}, {candidate.rounds} micro-batches: pipeline bubble"
+        return f"pp{layout.pp}, {timed.rounds} micro-batches: pipeline bubble"
     causes = {
         "matmul": f"micro-batch {facts.micro_batch}: smaller products, or uneven stages",
         "recompute": f"{facts.recompute} recomputation",
         "cp": f"cp{layout.cp}: exchange of keys and values",
         "p2p": f"pp{layout.pp}: activations between stages",
         "dp": f"dp{layout.dp}: gathering parameters and reducing gradients",
-        "launch": f"{candidate.rounds} micro-batches: kernel launches",
+        "launch": f"{timed.rounds} micro-batches: kernel launches",
     }
     return causes.get(name, name)

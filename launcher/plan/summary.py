@@ -229,7 +229,7 @@ def faster_layout(spec: JobSpec, plan: Plan) -> str | None:
     return f"{found[0].layout.label} would be {gain:.0%} faster" if gain >= 0.1 else None
 
 
-def candidate_rows(found: Sequence[TimedLayout]) -> tuple[list[str], list[list[str]]]:
+def layout_rows(found: Sequence[TimedLayout]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows of a table of layouts, best first."""
     rows = []
     for number, each in enumerate(found, 1):
@@ -260,20 +260,20 @@ def time_lines(time: StepTime) -> list[str]:
     return [item for item, (_, seconds) in zip(listed, items, strict=True) if seconds > 0]
 
 
-def candidate_dict(candidate: TimedLayout, best: TimedLayout) -> dict[str, Any]:
+def layout_dict(timed: TimedLayout, best: TimedLayout) -> dict[str, Any]:
     """Return one layout as plain JSON types."""
-    share, cause = slower_by(best, candidate)
+    share, cause = slower_by(best, timed)
     return {
-        "layout": candidate.layout.to_dict(),
-        "text": str(candidate.layout),
-        "settings": candidate.settings(),
-        "micro_batches": candidate.rounds,
-        "memory_gib": candidate.memory_gib,
-        "step_s": candidate.time.total,
-        "items_s": candidate.time.items(),
-        "tokens_per_s": candidate.tokens_per_s,
+        "layout": timed.layout.to_dict(),
+        "text": str(timed.layout),
+        "settings": timed.settings(),
+        "micro_batches": timed.rounds,
+        "memory_gib": timed.memory_gib,
+        "step_s": timed.time.total,
+        "items_s": timed.time.items(),
+        "tokens_per_s": timed.tokens_per_s,
         "slower_by": share,
-        "because_of": cause if candidate is not best else None,
+        "because_of": cause if timed is not best else None,
     }
 
 
