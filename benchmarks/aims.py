@@ -265,6 +265,13 @@ AIMS: tuple[Aim, ...] = (
         unit="%",
         peers=("torchrun_tuned.fraction",),
     ),
+    Aim(
+        program="calibration",
+        key="worst_error_pct",
+        what="step that a profile predicts, of the measured one: worst of four layouts",
+        limit=20.0,
+        unit="% off",
+    ),
 )
 
 

@@ -39,6 +39,7 @@ PROGRAMS: dict[str, list[str]] = {
     "daemons": ["--days", "9"],
     "membership": ["--repeats", "1", "--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
+    "calibration": ["--repeats", "1", "--steps", "12", "--quick"],
 }
 """In the order in which they run -> the arguments of a quick try."""
 ALWAYS: dict[str, list[str]] = {"step_time": ["--processors"]}
