@@ -242,6 +242,10 @@ _TABLE: Final = {
         "A plug-in says nothing of its Hugging Face form.",
         "Give its class hf_config and hf_names.",
     ),
+    "HF329": (
+        "A weight of the model is NaN or infinite.",
+        "Download the file again; compare its sha256.",
+    ),
     # A job's own model (`model.plugin`), on the nodes.
     "HF330": ("The plug-in cannot be imported.", "Fix the module, or model.plugin."),
     "HF331": ("The plug-in is not a decoder as the trainer needs it.", "See docs/models.md."),
