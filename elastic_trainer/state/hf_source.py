@@ -319,7 +319,9 @@ class HFSource:
         size, theirs = self.sizes[EMBEDDING], self._theirs[HEAD]
         self._check_entry(theirs, head, size)
         for start, stop in _pieces(size):
-            if not torch.equal(self._finite(theirs, start, stop), self.read(EMBEDDING, start, stop)):
+            if not torch.equal(
+                self._finite(theirs, start, stop), self.read(EMBEDDING, start, stop)
+            ):
                 raise InputError(
                     "HF325",
                     f"{self._file_of[theirs]}: {theirs} differs from the embedding, while "

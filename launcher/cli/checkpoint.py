@@ -30,14 +30,17 @@ from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_USER,
+    dicts,
     json_option,
     path_option,
     print_json,
+    print_problems,
     say,
 )
 from launcher.cli.terminal import direct, print_table, wide_console
 from launcher.platforms.installed import need
 from launcher.runs.checkpoints.commits import Reference, RetiredError, RunCheckpoints
+from launcher.runs.checkpoints.start_from import import_warnings
 from launcher.spec.codes import CODES
 from launcher.spec.errors import PermanentError, UserError
 
@@ -170,9 +173,11 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
     bfloat16 or float16, in one file or many.
     """
     result = _convert("import", {"hf": str(source), "run": str(run_dir)})
+    warnings = import_warnings(source)
     if as_json:
-        print_json({"run": str(run_dir), **result})
+        print_json({"run": str(run_dir), **result, "warnings": dicts(warnings)})
     else:
+        print_problems(warnings)
         click.echo(
             f"{result['num_params']:,} parameters in {run_dir}\n"
             f"next: holdfast run JOB --from {run_dir}"
@@ -279,6 +284,9 @@ def _export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str
         request |= {"context": config.train.seq_len, "code": config.command_dir}
         if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
             request["tokenizer"] = config.data.tokenizer
+    of_bytes = config is not None and config.data.encodes and config.data.tokenizer == "bytes"
+    if not of_bytes and (beside := found.model_files()) is not None:
+        request["beside"] = str(beside)
     return request
 
 

@@ -84,7 +84,9 @@ def check(
         if is_here and (name == "local" or target is not None or live):
             from launcher.runs.submitting.asking import live_problems
 
-            errors += live_problems(spec, spec.folder)
+            found = live_problems(spec, spec.folder)
+            errors += [each for each in found if not each.is_warning]
+            warnings += [each for each in found if each.is_warning]
         # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
         shown = name or ("slurm" if spec.slurm_section is not None else "local")
         run_dir = spec.folder / "runs" / spec.name
@@ -106,8 +108,8 @@ def check(
         print_json({**answer, **plan_dict(spec, planned), **asked})
         return
     print_problems(warnings)
-    found = f", {counted(len(warnings), 'warning')}" if warnings else ""
-    click.echo(f"{job}: " + click.style("ok", fg="green") + found)
+    beside = f", {counted(len(warnings), 'warning')}" if warnings else ""
+    click.echo(f"{job}: " + click.style("ok", fg="green") + beside)
     for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
 
