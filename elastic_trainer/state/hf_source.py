@@ -137,8 +137,7 @@ class HFSource:
 
     def _finite(self, theirs: str, start: int, stop: int) -> Tensor:
         rows = self._rows(theirs, start, stop)
-        # The least and the largest are NaN if one value is; nothing of the tensor's size is made.
-        if rows.numel() and not torch.stack(rows.aminmax()).isfinite().all():
+        if not is_finite(rows):
             raise self._not_finite(theirs)
         return rows
 
@@ -328,6 +327,14 @@ class HFSource:
                     f"{CONFIG_NAME} ties the two: set tie_word_embeddings: false to keep both, or "
                     "remove it from the file",
                 )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether none of `values`, at least one, is NaN or infinite; in constant memory.
+
+    The least and the largest are NaN if one value is.
+    """
+    return bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _pieces(size: Sequence[int]) -> Iterator[tuple[int, int]]:

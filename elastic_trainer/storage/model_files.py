@@ -87,27 +87,17 @@ def read_tokenizer(file: Path) -> TokenizerIds:
         ValueError: one is not JSON, or not what its name says.
     """
     raw = read_mapping(file)
-    model, added = raw.get("model"), raw.get("added_tokens") or []
-    listed: Any = model.get("vocab", {}) if isinstance(model, dict) else None
-    if isinstance(listed, list):  # Unigram: pairs of token and score, in the order of ids
-        listed = {pair[0]: number for number, pair in enumerate(listed)}
     try:
-        words = {each["content"]: each["id"] for each in added if not each.get("special")}
-        special = {each["content"]: each["id"] for each in added if each.get("special")}
-        vocabulary = {**listed, **words}
-        plain = all(type(number) is int for number in (*vocabulary.values(), *special.values()))
-    except (TypeError, KeyError, IndexError, AttributeError):
-        plain = False
-    if not plain:
-        raise ValueError(f"{file} has no tokens with ids, as a tokenizer.json has")
-    for token in special.keys() & vocabulary.keys():
-        del vocabulary[token]
+        vocabulary, special = _tokens(raw)
+        around = set(_put_around(raw.get("post_processor")))
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"{file} has no tokens with ids, as a tokenizer.json has") from error
     config, template = read_beside(file, "tokenizer_config.json"), ""
     if (jinja := file.parent / "chat_template.jinja").exists():
         template = read_regular(jinja).decode()
     template = template or json.dumps(config.get("chat_template") or "", ensure_ascii=False)
     named = {role: token_text(config.get(role)) for role in (*ROLES, "unk_token")}
-    own = {*named.values(), *_put_around(raw.get("post_processor"))}
+    own = {*named.values(), *around}
     every = {**vocabulary, **special}
     return TokenizerIds(
         vocabulary=vocabulary,
@@ -115,6 +105,23 @@ def read_tokenizer(file: Path) -> TokenizerIds:
         needed=frozenset(each for each in special if each in own or each in template),
         roles={role: every[named[role]] for role in ROLES if named[role] in every},
     )
+
+
+def _tokens(raw: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return token -> id of a tokenizer.json: ordinary ones, and special ones.
+
+    Raises:
+        TypeError, KeyError, IndexError, AttributeError: it is none.
+    """
+    listed, added = raw["model"].get("vocab", {}), raw.get("added_tokens") or []
+    if isinstance(listed, list):  # Unigram: pairs of token and score, in the order of ids
+        listed = {pair[0]: number for number, pair in enumerate(listed)}
+    special = {each["content"]: each["id"] for each in added if each.get("special")}
+    words = {each["content"]: each["id"] for each in added if not each.get("special")}
+    ordinary = {**listed, **words}
+    if not all(type(number) is int for number in (*ordinary.values(), *special.values())):
+        raise TypeError
+    return {token: ordinary[token] for token in ordinary.keys() - special.keys()}, special
 
 
 def _put_around(processor: Any) -> Iterator[str]:
