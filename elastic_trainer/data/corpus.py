@@ -205,7 +205,10 @@ def _examine_tokenizer(file: Path, vocab_size: int) -> None:
     try:
         found = examine_tokenizer(file, vocab_size)
     except OSError as error:
-        raise DataError(f"HF704 data.tokenizer: {error}: make it readable on every node") from error
+        raise DataError(
+            f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
+            "use tokenizer: bytes"
+        ) from error
     for code, message in found:
         if code != "HF191":  # the launcher has warned
             raise DataError(f"{code} data.tokenizer: {message}")

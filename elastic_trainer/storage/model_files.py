@@ -91,7 +91,7 @@ def read_tokenizer(file: Path) -> TokenizerIds:
         vocabulary, special = _tokens(raw)
         around = set(_put_around(raw.get("post_processor")))
     except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{file} has no tokens with ids, as a tokenizer.json has") from error
+        raise ValueError(f"{file} is not a tokenizer.json: it has no tokens with ids") from error
     config, template = read_beside(file, "tokenizer_config.json"), ""
     if (jinja := file.parent / "chat_template.jinja").exists():
         template = read_regular(jinja).decode()
