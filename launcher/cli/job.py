@@ -136,7 +136,8 @@ def _ask(spec: JobSpec, planned: Plan, target: str, warnings: list[Problem]) -> 
     "--top",
     type=click.IntRange(min=1, max=1000),
     metavar="N",
-    help="Show the N fastest layouts that fit all nodes, whatever the job file has.",
+    help="Show the N fastest layouts that fit all nodes, or those of --nodes, whatever the job file "
+    "has.",
 )
 @click.option("--explain", is_flag=True, help="Show what a step's predicted time consists of.")
 @path_option(
@@ -173,7 +174,7 @@ def plan(
 
     spec = load_spec(job, sets, site=site)
     if top is not None or picture is not None:
-        _show_fastest(spec, top or TOP, picture, explain=explain, as_json=as_json)
+        _show_fastest(spec, top or TOP, nodes, picture, explain=explain, as_json=as_json)
         return
     planned = make_plan(spec)
     left = spec.cluster.nodes if nodes is None else nodes
@@ -204,16 +205,22 @@ def plan(
 
 
 def _show_fastest(
-    spec: JobSpec, count: int, picture: Path | None, *, explain: bool, as_json: bool
+    spec: JobSpec,
+    count: int,
+    nodes: int | None,
+    picture: Path | None,
+    *,
+    explain: bool,
+    as_json: bool,
 ) -> None:
-    """Print the fastest layouts of a job's nodes, beside what its file has."""
+    """Print the fastest layouts of so many nodes, or all of the job's."""
     from launcher.plan.planning import find_fastest
     from launcher.plan.summary import layout_dict, layout_rows, time_lines
     from launcher.runs.reports.report import check_picture, write_picture
 
     if picture is not None:
         check_picture(picture)
-    found = find_fastest(spec, max(count, DRAWN if picture else 0))
+    found = find_fastest(spec, max(count, DRAWN if picture else 0), nodes)
     if picture is not None:
         from launcher.runs.reports.layouts_picture import layouts_picture  # it takes a while
 
