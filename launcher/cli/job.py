@@ -136,8 +136,8 @@ def _ask(spec: JobSpec, planned: Plan, target: str, warnings: list[Problem]) -> 
     "--top",
     type=click.IntRange(min=1, max=1000),
     metavar="N",
-    help="Show the N fastest layouts that fit all nodes, or those of --nodes, whatever the job file "
-    "has.",
+    help="Show the N fastest layouts that fit all nodes, or those of --nodes, whatever the job "
+    "file has.",
 )
 @click.option("--explain", is_flag=True, help="Show what a step's predicted time consists of.")
 @path_option(
@@ -164,6 +164,8 @@ def plan(
     from launcher.plan.loading import load_spec
     from launcher.plan.planning import plan as make_plan
     from launcher.plan.summary import (
+        change_line,
+        change_of,
         faster_layout,
         ladder_lines,
         placement_lines,
@@ -191,6 +193,8 @@ def plan(
     print_problems(planned.warnings)
     for line in summary_lines(spec, planned, rung, explain=explain):
         click.echo(line)
+    if (change := change_of(spec, planned)) is not None:
+        click.echo(change_line(change))
     if nodes is not None:
         click.echo(f"nodes    {left:,} left: layout of {rung.num_nodes:,}, {spares:,} spare")
     elif (faster := faster_layout(spec, planned)) is not None:
