@@ -324,8 +324,8 @@ def _decoded(head: bytes, file: Path) -> _Header:
     if not head.startswith(IDX_MAGIC) or len(head) < IDX_HEAD.size:
         raise DataError(
             f"HF707 data.path: {file} begins with {head[: len(IDX_MAGIC)]!r} and has at least "
-            f"{len(head)} bytes; an index begins with {IDX_MAGIC!r} and has {IDX_HEAD.size} or more: "
-            "name a dataset made by Megatron's preprocess_data.py, or copy it again"
+            f"{len(head)} bytes; an index begins with {IDX_MAGIC!r} and has {IDX_HEAD.size} or "
+            "more: name a dataset made by Megatron's preprocess_data.py, or copy it again"
         )
     _, version, code, num_sequences, num_document_indices = IDX_HEAD.unpack(head)
     if version != _VERSION:
