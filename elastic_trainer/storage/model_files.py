@@ -189,9 +189,13 @@ def special_mistakes(config: Mapping[str, Any], roles: Mapping[str, int]) -> lis
         if isinstance(vocab_size, int):
             bad += [each for each in ids if type(each) is int and each >= vocab_size]
         if bad:
-            found.append(f"{key} {bad[0]!r:.40} is no token of a vocabulary of {vocab_size}")
+            found.append(
+                f"{key} {bad[0]!r:.40} is no token of a vocabulary of {vocab_size}: fix it"
+            )
         elif role in roles and roles[role] not in ids:
-            found.append(f"{key} is {value}, the tokenizer's {role} {roles[role]}")
+            found.append(
+                f"{key} is {value}, the tokenizer's {role} {roles[role]}: fix the one that is wrong"
+            )
     return found
 
 
