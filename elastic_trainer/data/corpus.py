@@ -29,6 +29,7 @@ from elastic_trainer.data.tokenised import ALONE, Crew, read_tokenised
 from elastic_trainer.plan.config import DataSection
 from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import publish
+from elastic_trainer.storage.model_files import examine_tokenizer
 
 IGNORED: Final = -100
 """Target of a token that counts nothing: cross_entropy's own default."""
@@ -160,15 +161,19 @@ def open_corpus(
 
     Raises:
         DataError: HF701-HF712, a file is unreadable, empty, damaged, of another format, or not the
-            corpus of this run.
+            corpus of this run; HF024, the tokenizer has tokens that the model has not.
         OSError: the cache or the pin cannot be written.
     """
     path = Path(section.path)
+    pinned = cache_dir.parent / pinned_as
     try:
-        if section.format not in ("nanogpt", "megatron"):  # before it is encoded
+        if section.encodes and section.tokenizer != "bytes" and not pinned.exists():
+            # A restart has no time for it.
+            _examine_tokenizer(Path(section.tokenizer), vocab_size)
+        if section.encodes:  # before it is encoded
             _examine(section, vocab_size)
         windows, identity = _windows(section, path, seq_len, cache_dir, crew)
-        if section.format in ("nanogpt", "megatron"):  # what is damaged is told first
+        if not section.encodes:  # what is damaged is told first
             _examine(section, vocab_size)
     except UnreadableError as error:
         raise DataError(
@@ -176,7 +181,7 @@ def open_corpus(
             "readable"
         ) from error
     corpus = Corpus(windows, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=str(path))
-    pin(cache_dir.parent / pinned_as, identity, where=str(path))
+    pin(pinned, identity, where=str(path))
     return corpus
 
 
@@ -193,6 +198,20 @@ def _examine(section: DataSection, vocab_size: int) -> None:
         )
     if wrong:
         raise DataError(f"{wrong[0]} data.path: {wrong[1]}")
+
+
+def _examine_tokenizer(file: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer whose tokens the model has not (HF024, HF704)."""
+    try:
+        found = examine_tokenizer(file, vocab_size)
+    except OSError as error:
+        raise DataError(
+            f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
+            "use tokenizer: bytes"
+        ) from error
+    for code, message in found:
+        if code != "HF191":  # the launcher has warned
+            raise DataError(f"{code} data.tokenizer: {message}")
 
 
 def _windows(

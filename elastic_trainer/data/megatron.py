@@ -25,7 +25,6 @@ whose blocks contradict the samples is refused then.
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.data.source import Array, DataError, Source, Tokens, digest, map_array, reading
+from elastic_trainer.storage.examine import IDX_HEAD, IDX_LETTERS, IDX_MAGIC
 from elastic_trainer.storage.files import megatron_prefixes
 
 FULL_CHECK = 1 << 22
@@ -226,10 +226,8 @@ def _starts(sizes: Array) -> Array:
 
 IDX_BYTES = 34 + 8
 """Of an index without sequences; each takes 20 more."""
-_MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_DTYPES = {code: np.dtype(f"<{letter}") for code, letter in IDX_LETTERS.items()}
 _FLOATS = {6: "float64", 7: "float32"}
 _PER_SEQUENCE_BYTES = 4 + 8
 _PER_DOCUMENT_BYTES = 8
@@ -257,7 +255,7 @@ def read_megatron(path: Path) -> Source:
     with reading():
         bin_bytes, idx_bytes = bin_file.stat().st_size, idx_file.stat().st_size
         with idx_file.open("rb") as stream:
-            head = stream.read(_HEADER.size)
+            head = stream.read(IDX_HEAD.size)
     header = _decoded(head, idx_file)
     _check_length(idx_file, idx_bytes, header)
     tokens: Tokens = np.empty(0, dtype=header.dtype)
@@ -285,11 +283,11 @@ def index_bytes(sizes: Array, dtype: np.dtype[Any]) -> bytes:
 
     `sizes`: their tokens, (N,) int32.
     """
-    code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
     number = len(sizes)
     ends = np.cumsum(sizes, dtype="<i8") * dtype.itemsize
     pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:number]
-    head = _HEADER.pack(_MAGIC, _VERSION, code, number, number + 1)
+    head = IDX_HEAD.pack(IDX_MAGIC, _VERSION, code, number, number + 1)
     documents = np.arange(number + 1, dtype="<i8")
     return head + sizes.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
 
@@ -302,7 +300,7 @@ def dtype_of(idx_file: Path) -> np.dtype[Any]:
         DataError: HF705, HF707.
     """
     with idx_file.open("rb") as stream:
-        return _decoded(stream.read(_HEADER.size), idx_file).dtype
+        return _decoded(stream.read(IDX_HEAD.size), idx_file).dtype
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
@@ -323,31 +321,31 @@ def _decoded(head: bytes, file: Path) -> _Header:
     Raises:
         DataError: HF707 (no index), HF705 (an index of another version or of floats).
     """
-    if not head.startswith(_MAGIC) or len(head) < _HEADER.size:
+    if not head.startswith(IDX_MAGIC) or len(head) < IDX_HEAD.size:
         raise DataError(
-            f"HF707 data.path: {file} begins with {head[: len(_MAGIC)]!r} and has at least "
-            f"{len(head)} bytes; an index begins with {_MAGIC!r} and has {_HEADER.size} or more: "
-            "name a dataset made by Megatron's preprocess_data.py, or copy it again"
+            f"HF707 data.path: {file} begins with {head[: len(IDX_MAGIC)]!r} and has at least "
+            f"{len(head)} bytes; an index begins with {IDX_MAGIC!r} and has {IDX_HEAD.size} or "
+            "more: name a dataset made by Megatron's preprocess_data.py, or copy it again"
         )
-    _, version, code, num_sequences, num_document_indices = _HEADER.unpack(head)
+    _, version, code, num_sequences, num_document_indices = IDX_HEAD.unpack(head)
     if version != _VERSION:
         raise DataError(
             f"HF705 data.path: {file} is an index of version {version}, only version {_VERSION} "
             "can be read: make it with a Megatron-LM that writes that"
         )
     if code not in _DTYPES:
-        known = ", ".join(f"{number} ({np.dtype(name)})" for number, name in _DTYPES.items())
+        listed = ", ".join(f"{number} ({known})" for number, known in _DTYPES.items())
         raise DataError(
             f"HF705 data.path: {file} has tokens of dtype code {code} "
-            f"({_FLOATS.get(code, 'unknown')}), tokens must be integers: {known}"
+            f"({_FLOATS.get(code, 'unknown')}), tokens must be integers: {listed}"
         )
-    return _Header(np.dtype(_DTYPES[code]), num_sequences, num_document_indices)
+    return _Header(_DTYPES[code], num_sequences, num_document_indices)
 
 
 def _check_length(file: Path, idx_bytes: int, header: _Header) -> None:
     """Refuse an index that is not as long as its counts say (HF707)."""
     sequences, documents = header.num_sequences, header.num_document_indices
-    expected = _HEADER.size + _PER_SEQUENCE_BYTES * sequences + _PER_DOCUMENT_BYTES * documents
+    expected = IDX_HEAD.size + _PER_SEQUENCE_BYTES * sequences + _PER_DOCUMENT_BYTES * documents
     if idx_bytes not in (expected, expected + sequences):  # with modes: one byte a sequence
         raise DataError(
             f"HF707 data.path: {file} has {idx_bytes} bytes, {sequences} sequences and "
@@ -366,10 +364,10 @@ def _sequence_index(
         UnreadableError: the index cannot be opened.
     """
     number, documents = header.num_sequences, header.num_document_indices
-    pointers_at = _HEADER.size + 4 * number
+    pointers_at = IDX_HEAD.size + 4 * number
     documents_at = pointers_at + 8 * number
     with reading():
-        sizes = map_array(idx_file, np.dtype("<i4"), offset_bytes=_HEADER.size, length=number)
+        sizes = map_array(idx_file, np.dtype("<i4"), offset_bytes=IDX_HEAD.size, length=number)
         pointers = map_array(idx_file, np.dtype("<i8"), offset_bytes=pointers_at, length=number)
         last = None
         if documents:

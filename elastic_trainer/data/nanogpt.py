@@ -15,14 +15,9 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.data.source import Array, DataError, Source, Tokens, digest, map_array, reading
+from elastic_trainer.storage.examine import SHARD_HEAD_BYTES, SHARDS
 
-_HEADER_BYTES = 256 * 4
 _PLAIN = np.dtype("<u2")
-_HEADED: dict[tuple[int, int], np.dtype[Any]] = {
-    (20240520, 1): np.dtype("<u2"),
-    (20240801, 7): np.dtype("<u4"),
-}
-"""(magic, version) -> dtype of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +102,22 @@ def _shard(file: Path) -> _Shard:
     with reading(), file.open("rb") as stream:
         size_bytes = file.stat().st_size
         head = np.frombuffer(stream.read(12).ljust(12, b"\0"), dtype="<i4")
-    dtype = _HEADED.get((int(head[0]), int(head[1])))
-    if dtype is None:
+    letter = SHARDS.get((int(head[0]), int(head[1])))
+    if letter is None:
         if size_bytes % _PLAIN.itemsize:
             raise DataError(
                 f"HF701 data.path: {file} has {size_bytes} bytes, an odd number: nanoGPT files "
                 "hold 2 bytes a token; write it again, or use the format it has"
             )
         return _Shard(file, _PLAIN, 0, size_bytes // _PLAIN.itemsize)
-    num_tokens = int(head[2])
-    expected_bytes = _HEADER_BYTES + num_tokens * dtype.itemsize
+    dtype, num_tokens = np.dtype(f"<{letter}"), int(head[2])
+    expected_bytes = SHARD_HEAD_BYTES + num_tokens * dtype.itemsize
     if num_tokens < 0 or size_bytes != expected_bytes:
         raise DataError(
             f"HF707 data.path: {file} has {size_bytes} bytes, its header says {num_tokens} tokens "
             f"of {dtype.itemsize} bytes, which makes {expected_bytes}: copy or write it again"
         )
-    return _Shard(file, dtype, _HEADER_BYTES, num_tokens)
+    return _Shard(file, dtype, SHARD_HEAD_BYTES, num_tokens)
 
 
 def _check_set(path: Path, shards: list[_Shard]) -> None:

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from elastic_trainer.data.source import DataError, reading
+from elastic_trainer.storage.model_files import token_text
 
 
 def fingerprint(tokenizer: str) -> str:
@@ -71,7 +72,7 @@ def end_of_text(tokenizer: str) -> str:
         UnreadableError: it cannot be read.
     """
     folder = None if tokenizer == "bytes" else Path(tokenizer).parent
-    return _token(_config(folder).get("eos_token"))
+    return token_text(_config(folder).get("eos_token"))
 
 
 CHATML: Final = (
@@ -112,7 +113,7 @@ class ChatTemplate:
         folder = None if tokenizer == "bytes" else Path(tokenizer).parent
         config = _config(folder)
         source = _text(folder, "chat_template.jinja") or config.get("chat_template") or CHATML
-        tokens = {name: _token(config.get(name)) for name in ("bos_token", "eos_token")}
+        tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         self.end = tokens["eos_token"]
         """Text of the token that ends a text; empty: unknown."""
         self.identity = json.dumps([source, tokens])
@@ -188,10 +189,3 @@ def _config(folder: Path | None) -> dict[str, Any]:
             f"({found}): copy it again, or remove it"
         )
     return found
-
-
-def _token(value: Any) -> str:
-    """Return the text of a special token, which may be a mapping."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""

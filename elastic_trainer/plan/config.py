@@ -97,6 +97,11 @@ class DataSection:
         return "text" if self.key is None else self.key
 
     @property
+    def encodes(self) -> bool:
+        """Whether `tokenizer` makes the tokens; else the files have them."""
+        return self.format not in ("nanogpt", "megatron")
+
+    @property
     def packed(self) -> bool:
         """Whether a sequence holds several documents that do not attend to each other."""
         return self.format == "sft"

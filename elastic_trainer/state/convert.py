@@ -92,6 +92,7 @@ def _export(
     out: str,
     dtype: str = "float32",
     tokenizer: str | None = None,
+    beside: str | None = None,
     context: int | None = None,
     code: str | None = None,
 ) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def _export(
         Path(out),
         dtype=dtype,
         tokenizer=None if tokenizer is None else Path(tokenizer),
+        beside=None if beside is None else Path(beside),
         context=context,
         code=code,
         on_progress=report,

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,14 @@ from elastic_trainer.state.reader import CheckpointReader
 from elastic_trainer.state.save import Writer
 from elastic_trainer.state.state import MODEL, RNG, STEP, TRAINER
 from elastic_trainer.state.storage import CheckpointStorage
+from elastic_trainer.storage import model_files
 from elastic_trainer.storage.files import fsync
+from elastic_trainer.storage.model_files import (
+    kept_files,
+    read_mapping,
+    read_tokenizer,
+    special_ids,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_CHUNK_BYTES = 512 << 20
@@ -113,6 +120,7 @@ def export_hf(
     *,
     dtype: str = "float32",
     tokenizer: Path | None = None,
+    beside: Path | None = None,
     context: int | None = None,
     code: str | None = None,
     max_file_bytes: int = hf_names.MAX_FILE_BYTES,
@@ -123,13 +131,16 @@ def export_hf(
     Every byte of the checkpoint is digested first, the optimizer's too: they share files. `out_dir`
     must not exist; it appears whole or not at all.
 
-    `dtype` is float32, which is exact, or bfloat16, rounded to nearest even. `context` is
-    config.json's max_position_embeddings, tokens; None: hf_names.context_of. `code` is the folder
-    of a job's own decoder. `max_file_bytes`, unless one tensor is larger, bounds the memory to
+    `dtype` is float32, which is exact, or bfloat16, rounded to nearest even. `tokenizer` is the
+    tokenizer.json that the model was trained with: it goes along with what lies beside it. `beside`
+    is a folder with what an import kept: the tokenizer where no other was used, how texts are
+    generated, and the ids of special tokens. `context` is config.json's max_position_embeddings,
+    tokens, unless the imported one is larger; None: hf_names.context_of. `code` is the folder of a
+    job's own decoder. `max_file_bytes`, unless one tensor is larger, bounds the memory to
     twice that: the writer holds a file's tensors and their serialized form.
 
     Raises:
-        InputError: HF321, `out_dir` exists; HF323, the tokenizer cannot be read; HF327, the
+        InputError: HF321, `out_dir` exists; HF323, a file to go along cannot be read; HF327, the
             checkpoint is of another model; HF328, a job's own decoder lacks its name in
             transformers.
         ModelError: that decoder cannot be used.
@@ -150,8 +161,7 @@ def export_hf(
             "HF328", f"{shape.decoder} has no name for {error} in hf_names: add it"
         ) from error
     with _appearing(out_dir, what="output directory", may_be_empty=False) as temp:
-        if tokenizer is not None:
-            _copy_tokenizer(tokenizer, temp)
+        special, context = _accompany(temp, tokenizer, beside, context)
         try:
             _export_weights(
                 temp,
@@ -169,7 +179,8 @@ def export_hf(
                 f"{storage.root / commit.dir}: {error}: bring back what was saved, or export "
                 "another checkpoint of the run",
             ) from error
-        config = hf_names.hf_config(shape, dtype, context, model.hf_config)
+        own = {**special, **(model.hf_config or {})}
+        config = hf_names.hf_config(shape, dtype, context, own)
         text = json.dumps(config, indent=2) + "\n"
         (temp / hf_names.CONFIG_NAME).write_text(text, encoding="utf-8")
         made = {path.name: path.stat().st_size for path in sorted(temp.iterdir())}
@@ -187,8 +198,9 @@ def import_hf(
 ) -> Imported:
     """Make `run_dir` with the weights of `source_dir` as its checkpoint of step 0.
 
-    `run_dir` is new or empty; it appears whole or not at all. `max_chunk_bytes` bounds the memory;
-    a row is never split.
+    `run_dir` is new or empty; it appears whole or not at all. Its folder `hf` has the source's
+    config.json, tokenizer and what else exports take along. `max_chunk_bytes` bounds the memory; a
+    row is never split.
 
     Raises:
         InputError: the source cannot be used (see HFSource); HF321, `run_dir` is not empty.
@@ -218,6 +230,9 @@ def import_hf(
         digest = storage.write_manifest(name, manifest)
         commit = Commit(epoch=0, step=0, dir=name, manifest_sha256=digest)
         update(FileBoard(temp / "board"), lambda state: with_commit(state, commit, keep=1))
+        (temp / model_files.KEPT).mkdir()
+        kept = {model_files.CONFIG: source_dir / model_files.CONFIG, **kept_files(source_dir)}
+        _copy(kept, temp / model_files.KEPT)
     size_bytes = sum(entry.size_bytes for entry in manifest.files.values())
     return Imported(commit, source.shape, tuple(manifest.files), size_bytes)
 
@@ -413,17 +428,58 @@ def _first_state(source: HFSource) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _copy_tokenizer(source: Path, temp: Path) -> None:
+def _accompany(
+    out: Path, tokenizer: Path | None, beside: Path | None, context: int | None
+) -> tuple[dict[str, Any], int | None]:
+    """Copy what goes along with an export's weights; `export_hf` has the arguments.
+
+    Returns:
+        config.json's ids of special tokens, as far as they are known, and its context.
+    """
+    files = {} if beside is None else kept_files(beside)
+    config, special = {}, dict[str, Any]()
     try:
-        shutil.copyfile(source, temp / hf_names.TOKENIZER_NAME)
+        if beside is not None:
+            config = read_mapping(beside / model_files.CONFIG)
+            special = special_ids(config)
+        if tokenizer is not None:
+            theirs = files.get(model_files.TOKENIZER)
+            if theirs is None or theirs.read_bytes() != tokenizer.read_bytes():
+                # Another one: what is left of the model is how texts are generated.
+                files = {name: files[name] for name in files.keys() & {model_files.GENERATION}}
+                special |= _ids_of(tokenizer)
+            own = kept_files(tokenizer.parent)
+            files |= {name: own[name] for name in own.keys() & set(model_files.TOKENIZER_FILES)}
+            files[model_files.TOKENIZER] = tokenizer
     except OSError as error:
-        if error.filename != str(source):
-            raise
-        raise InputError(
-            "HF323",
-            f"the tokenizer {source} cannot be read ({error.strerror}): name a tokenizer.json, "
-            "or leave it out",
-        ) from error
+        raise InputError("HF323", f"{error.filename} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InputError("HF323", f"{error}: import the model again") from error
+    _copy(files, out)
+    known = config.get("max_position_embeddings")
+    return special, max(known, context or 0) if isinstance(known, int) else context
+
+
+def _ids_of(tokenizer: Path) -> dict[str, int]:
+    """Return config.json's ids of special tokens by a tokenizer; none of one that is of no use."""
+    try:
+        return {f"{role}_id": number for role, number in read_tokenizer(tokenizer).roles.items()}
+    except ValueError:
+        return {}
+
+
+def _copy(files: Mapping[str, Path], folder: Path) -> None:
+    for name, source in files.items():
+        try:
+            shutil.copyfile(source, folder / name)
+        except OSError as error:
+            if error.filename != str(source):
+                raise
+            raise InputError(
+                "HF323",
+                f"{source} cannot be read ({error.strerror}): bring it there, or grant the "
+                "permission",
+            ) from error
 
 
 # --- a target that appears whole -----------------------------------------------------------------

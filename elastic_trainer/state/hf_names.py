@@ -19,7 +19,6 @@ from elastic_trainer.plan.models import PRESETS, PUBLISHED_CONTEXT, ModelShape
 CONFIG_NAME: Final = "config.json"
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
-TOKENIZER_NAME: Final = "tokenizer.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
 """Largest file, unless one tensor alone is larger (5 GB, Hugging Face's own choice for years)."""
 
@@ -75,8 +74,8 @@ def hf_config(
     """Return the content of `config.json`.
 
     It has the form of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which 5 reads
-    as well. `elastic_trainer.plan.hf_config` reads it back to an equal shape. `own` is what a job's
-    own decoder adds or overrides.
+    as well. `elastic_trainer.plan.hf_config` reads it back to an equal shape. `own` is what an
+    imported model's source or a job's own decoder adds or overrides.
     """
     # Where it is absent it is dim / heads, unless the family has a default of its own.
     has_head_dim = shape.head_dim or "head_dim" in shape.hf_defaults
@@ -98,8 +97,8 @@ def hf_config(
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        # The tokenizer knows them, the model does not; without these lines
-        # transformers takes 1 and 2, which are other tokens in most vocabularies.
+        # Of an import `own` has them; else the tokenizer knows them, the model does not. Without
+        # these lines transformers takes 1 and 2, which are other tokens in most vocabularies.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,

@@ -11,8 +11,9 @@ errors.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from elastic_trainer.storage.typed import parse_json
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """That become fp32 without loss."""
 _PIECE_BYTES = 256 << 20
+"""Of rows that are read at once here."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's limit (huggingface.co/docs/safetensors)."""
 
@@ -97,7 +99,7 @@ class _OneFile(FileSystem):
 
 
 class HFSource:
-    """A model in Hugging Face's format, checked but for the values.
+    """A model in Hugging Face's format, checked: names, sizes and dtypes at once, values when read.
 
     `sizes` has our parameters by name, in the order of the layers, without the head where it is
     tied.
@@ -128,9 +130,32 @@ class HFSource:
         """Return rows `start` to `stop` of our parameter `name`, as fp32; nothing else is read.
 
         Raises:
-            InputError: HF323, HF324, the file changed since it was checked.
+            InputError: HF323, HF324, the file changed since it was checked; HF329, the tensor has
+                values that are NaN or infinite.
         """
-        return self._rows(self._theirs[name], start, stop)
+        return self._finite(self._theirs[name], start, stop)
+
+    def _finite(self, theirs: str, start: int, stop: int) -> Tensor:
+        rows = self._rows(theirs, start, stop)
+        if not is_finite(rows):
+            raise self._not_finite(theirs)
+        return rows
+
+    def _not_finite(self, theirs: str) -> InputError:
+        """Count what is wrong in all of the tensor."""
+        size = self._metadata.state_dict_metadata[theirs].size
+        num_nan = num_inf = 0
+        for start, stop in _pieces(size):
+            rows = self._rows(theirs, start, stop)
+            num_nan += int(rows.isnan().sum())
+            num_inf += int(rows.isinf().sum())
+        return InputError(
+            "HF329",
+            f"{self._file_of[theirs]}: {theirs} has {num_nan} NaN and {num_inf} infinite of "
+            f"{math.prod(size)} values, so every loss would be NaN: download the file again and "
+            "compare its sha256 with the one published, or use a checkpoint from before the "
+            "training that made it went wrong",
+        )
 
     def _rows(self, theirs: str, start: int, stop: int) -> Tensor:
         with self._opened(self._file_of[theirs]):
@@ -292,16 +317,31 @@ class HFSource:
         """Refuse a head that differs from the embedding where config.json ties them."""
         size, theirs = self.sizes[EMBEDDING], self._theirs[HEAD]
         self._check_entry(theirs, head, size)
-        rows = max(1, _PIECE_BYTES // (4 * self.shape.dim))
-        for start in range(0, size[0], rows):
-            stop = min(start + rows, size[0])
-            if not torch.equal(self._rows(theirs, start, stop), self.read(EMBEDDING, start, stop)):
+        for start, stop in _pieces(size):
+            if not torch.equal(
+                self._finite(theirs, start, stop), self.read(EMBEDDING, start, stop)
+            ):
                 raise InputError(
                     "HF325",
                     f"{self._file_of[theirs]}: {theirs} differs from the embedding, while "
                     f"{CONFIG_NAME} ties the two: set tie_word_embeddings: false to keep both, or "
                     "remove it from the file",
                 )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether none of `values`, at least one, is NaN or infinite; in constant memory.
+
+    The least and the largest are NaN if one value is.
+    """
+    return bool(torch.stack(values.aminmax()).isfinite().all())
+
+
+def _pieces(size: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the rows of a tensor, first and end, in pieces of at most `_PIECE_BYTES` as fp32."""
+    rows = max(1, _PIECE_BYTES * size[0] // (4 * math.prod(size)))
+    for start in range(0, size[0], rows):
+        yield start, min(start + rows, size[0])
 
 
 def _text(dtype: torch.dtype) -> str:

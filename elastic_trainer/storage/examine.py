@@ -117,10 +117,15 @@ _MARKS: Final = {
 }
 _OBJECT: Final = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _ARRAY: Final = re.compile(rb'\[\s*\{\s*("(?:[^"\\]|\\.)*"\s*:|\}\s*[,\]])')
-_IDX: Final = struct.Struct("<9sQBQQ")
-_IDX_LETTERS: Final = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
-_HEADER_BYTES: Final = 1024
-_SHARDS: Final = {(20240520, 1): "H", (20240801, 7): "I"}
+IDX_MAGIC: Final = b"MMIDIDX\0\0"
+IDX_HEAD: Final = struct.Struct("<9sQBQQ")
+"""Of Megatron's index (elastic_trainer/data/megatron.py): magic, version, code of the tokens' type,
+numbers of sequences and of document indices."""
+IDX_LETTERS: Final = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+"""Code -> type of the tokens, as `array` has it."""
+SHARD_HEAD_BYTES: Final = 1024
+SHARDS: Final = {(20240520, 1): "H", (20240801, 7): "I"}
+"""(magic, version) of llm.c's shards (elastic_trainer/data/nanogpt.py) -> type of the tokens."""
 
 Wrong = tuple[str, str]
 """Code and message, which names the file, the place and the way out."""
@@ -444,12 +449,12 @@ def examine_nanogpt(files: Sequence[Path], vocab_size: int) -> Wrong | None:
     """
     for each in filter(lambda one: one.size_bytes, map(sample, files)):
         head = array("i", each.head[:8].ljust(8, b"\0"))
-        letter = _SHARDS.get((head[0], head[1]))
+        letter = SHARDS.get((head[0], head[1]))
         if letter is None and (found := _no_tokens(each)):
             return "HF710", f"{each.file} is {found[0]}, not tokens: {found[1]}"
         parts = list(each.parts)
         if letter is not None:
-            parts[0] = (_HEADER_BYTES, each.head[_HEADER_BYTES:])
+            parts[0] = (SHARD_HEAD_BYTES, each.head[SHARD_HEAD_BYTES:])
         if wrong := _outside(each.file, parts, letter or "H", vocab_size):
             return wrong
     return None
@@ -476,16 +481,16 @@ def examine_megatron(path: Path, vocab_size: int) -> Wrong | None:
     prefix = megatron_prefixes(path)[0]
     bin_file, idx_file = (Path(f"{prefix}{suffix}") for suffix in MEGATRON_PAIR)
     with open_regular(idx_file) as idx, open_regular(bin_file) as tokens:
-        head = idx.read(_IDX.size).ljust(_IDX.size, b"\0")
-        magic, _, code, number, _ = _IDX.unpack(head)
-        letter = _IDX_LETTERS.get(code)
-        if magic != b"MMIDIDX\0\0" or letter is None:
+        head = idx.read(IDX_HEAD.size).ljust(IDX_HEAD.size, b"\0")
+        magic, _, code, number, _ = IDX_HEAD.unpack(head)
+        letter = IDX_LETTERS.get(code)
+        if magic != IDX_MAGIC or letter is None:
             return None
         parts = []
         for sequence in sorted({(number - 1) * index // 7 for index in range(8)} if number else ()):
-            idx.seek(_IDX.size + 4 * sequence)
+            idx.seek(IDX_HEAD.size + 4 * sequence)
             size = int.from_bytes(idx.read(4), "little", signed=True)
-            idx.seek(_IDX.size + 4 * number + 8 * sequence)
+            idx.seek(IDX_HEAD.size + 4 * number + 8 * sequence)
             pointer = int.from_bytes(idx.read(8), "little", signed=True)
             if size > 0 <= pointer:
                 tokens.seek(pointer)

@@ -26,18 +26,22 @@ from elastic_trainer.board.state import Commit
 from elastic_trainer.plan.layout import layout_label
 from elastic_trainer.plan.models import raw_of
 from elastic_trainer.plan.quantities import sized
+from elastic_trainer.storage.model_files import TOKENIZER
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_USER,
+    dicts,
     json_option,
     path_option,
     print_json,
+    print_problems,
     say,
 )
 from launcher.cli.terminal import direct, print_table, wide_console
 from launcher.platforms.installed import need
 from launcher.runs.checkpoints.commits import Reference, RetiredError, RunCheckpoints
+from launcher.runs.checkpoints.start_from import import_warnings
 from launcher.spec.codes import CODES
 from launcher.spec.errors import PermanentError, UserError
 
@@ -143,7 +147,9 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
 def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bool) -> None:
     """Write a checkpoint's parameters as safetensors with a config.json.
 
-    `transformers` loads the folder. Files are at most 5 GB; twice that is held in memory.
+    `transformers` loads the folder. The tokenizer with its chat template comes along, and of an
+    imported model generation_config.json and the ids of special tokens. Files are at most 5 GB;
+    twice that is held in memory.
     """
     assert target == "hf", target
     wanted = Reference.parse(reference)
@@ -156,7 +162,8 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
         what = f"{result['num_params']:,} parameters, {sized(result['bytes'])}, {dtype}"
         click.echo(f"step {commit.step}: {what} in {output}")
     if lost := missing_tokenizer(found):
-        click.echo(f"without a tokenizer: {lost} is not there any more", err=True)
+        which = "with the imported model's" if TOKENIZER in result["files"] else "without a"
+        click.echo(f"{which} tokenizer: {lost} is not there any more", err=True)
 
 
 @checkpoint.command("import")
@@ -167,12 +174,15 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
     """Make RUN of the safetensors in HF_DIR; `holdfast run JOB --from RUN` starts with it.
 
     RUN is new or empty. A model of one of the families (docs/models.md) in float32,
-    bfloat16 or float16, in one file or many.
+    bfloat16 or float16, in one file or many; no value may be NaN or infinite. Tokenizer, chat
+    template and generation_config.json are kept, and exports of what is trained have them.
     """
     result = _convert("import", {"hf": str(source), "run": str(run_dir)})
+    warnings = import_warnings(source)
     if as_json:
-        print_json({"run": str(run_dir), **result})
+        print_json({"run": str(run_dir), **result, "warnings": dicts(warnings)})
     else:
+        print_problems(warnings)
         click.echo(
             f"{result['num_params']:,} parameters in {run_dir}\n"
             f"next: holdfast run JOB --from {run_dir}"
@@ -279,6 +289,9 @@ def _export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str
         request |= {"context": config.train.seq_len, "code": config.command_dir}
         if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
             request["tokenizer"] = config.data.tokenizer
+    of_bytes = config is not None and config.data.encodes and config.data.tokenizer == "bytes"
+    if not of_bytes and (beside := found.model_files()) is not None:
+        request["beside"] = str(beside)
     return request
 
 

@@ -13,7 +13,7 @@ import click
 from launcher.cli.common import EXIT_DONE, EXIT_FAILED, json_option, print_json, runs_option
 from launcher.cli.terminal import direct, wide_console
 from launcher.record.cost import CAUSES, QUEUE, GpuTime, total
-from launcher.runs.reports.data import costs, grouped
+from launcher.runs.reports.data import RunCost, costs, grouped
 from launcher.runs.runs import find_run, find_runs
 
 EPILOG = """\b
@@ -55,22 +55,33 @@ def cost(
     """Print the GPU-hours of RUNs, or of all runs of a folder, by cause.
 
     productive, redone, restart, hang, other and idle sum to allocated; queue is
-    what was asked for and not yet allocated (docs/cost.md).
+    what was asked for and not yet allocated (docs/cost.md). Where a speed was predicted, a run's
+    is shown beside it.
     """
     asked = [find_run(name, runs) for name in runs_named] or list(find_runs(runs))
     found, problems = costs(asked)
     groups = grouped(found, by, since=f"{since:%Y-%m}" if since else "")
+    speeds = {each.run: _speeds(each) for each in found} if by == "run" else {}
     if as_json:
-        rows = [{by: name, **spent.to_json()} for name, spent in groups.items()]
+        rows = [
+            {by: name, **spent.to_json(), **speeds.get(name, {})} for name, spent in groups.items()
+        ]
         print_json({"by": by, "gpu_hours": rows, "problems": problems})
     elif as_csv:
         _print_csv(groups, by)
     else:
-        _print_table(groups, by, empty=f"no GPU-hours of runs in {runs}")
+        _print_table(groups, by, speeds, empty=f"no GPU-hours of runs in {runs}")
     if not as_json:
         for problem in problems:
             click.echo(problem, err=True)
     return EXIT_FAILED if problems and not found else EXIT_DONE
+
+
+def _speeds(cost: RunCost) -> dict[str, float | None]:
+    return {
+        "tokens_per_s": cost.tokens_per_s,
+        "predicted_tokens_per_s": cost.predicted_tokens_per_s,
+    }
 
 
 def _print_csv(groups: Mapping[str, GpuTime], by: str) -> None:
@@ -83,7 +94,13 @@ def _print_csv(groups: Mapping[str, GpuTime], by: str) -> None:
         writer.writerow([safe, *(hours[column] for column in _COLUMNS)])
 
 
-def _print_table(groups: Mapping[str, GpuTime], by: str, *, empty: str) -> None:
+def _print_table(
+    groups: Mapping[str, GpuTime],
+    by: str,
+    speeds: Mapping[str, Mapping[str, float | None]],
+    *,
+    empty: str,
+) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -98,8 +115,12 @@ def _print_table(groups: Mapping[str, GpuTime], by: str, *, empty: str) -> None:
     table.add_column(by, overflow="fold", footer="all" if last else "")
     for index, column in enumerate(_COLUMNS):
         table.add_column(column, justify="right", footer=shown[""][index] if last else "")
+    predicted = {name for name in groups if speeds.get(name, {}).get("predicted_tokens_per_s")}
+    for column in ("tokens/s", "predicted") if predicted else ():
+        table.add_column(column, justify="right")
     for name in groups:
-        table.add_row(Text(name), *shown[name])
+        rates = [f"{rate:,.0f}" if rate else "-" for rate in speeds.get(name, {}).values()]
+        table.add_row(Text(name), *shown[name], *(rates if predicted else ()))
     wide_console().print(table, highlight=False)
 
 

@@ -84,7 +84,9 @@ def check(
         if is_here and (name == "local" or target is not None or live):
             from launcher.runs.submitting.asking import live_problems
 
-            errors += live_problems(spec, spec.folder)
+            found = live_problems(spec, spec.folder)
+            errors += [each for each in found if not each.is_warning]
+            warnings += [each for each in found if each.is_warning]
         # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
         shown = name or ("slurm" if spec.slurm_section is not None else "local")
         run_dir = spec.folder / "runs" / spec.name
@@ -106,8 +108,8 @@ def check(
         print_json({**answer, **plan_dict(spec, planned), **asked})
         return
     print_problems(warnings)
-    found = f", {counted(len(warnings), 'warning')}" if warnings else ""
-    click.echo(f"{job}: " + click.style("ok", fg="green") + found)
+    beside = f", {counted(len(warnings), 'warning')}" if warnings else ""
+    click.echo(f"{job}: " + click.style("ok", fg="green") + beside)
     for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
 
@@ -134,7 +136,8 @@ def _ask(spec: JobSpec, planned: Plan, target: str, warnings: list[Problem]) -> 
     "--top",
     type=click.IntRange(min=1, max=1000),
     metavar="N",
-    help="Show the N fastest layouts that fit all nodes, whatever the job file has.",
+    help="Show the N fastest layouts that fit all nodes, or those of --nodes, whatever the job "
+    "file has.",
 )
 @click.option("--explain", is_flag=True, help="Show what a step's predicted time consists of.")
 @path_option(
@@ -161,6 +164,8 @@ def plan(
     from launcher.plan.loading import load_spec
     from launcher.plan.planning import plan as make_plan
     from launcher.plan.summary import (
+        change_line,
+        change_of,
         faster_layout,
         ladder_lines,
         placement_lines,
@@ -171,7 +176,7 @@ def plan(
 
     spec = load_spec(job, sets, site=site)
     if top is not None or picture is not None:
-        _show_fastest(spec, top or TOP, picture, explain=explain, as_json=as_json)
+        _show_fastest(spec, top or TOP, nodes, picture, explain=explain, as_json=as_json)
         return
     planned = make_plan(spec)
     left = spec.cluster.nodes if nodes is None else nodes
@@ -188,6 +193,8 @@ def plan(
     print_problems(planned.warnings)
     for line in summary_lines(spec, planned, rung, explain=explain):
         click.echo(line)
+    if (change := change_of(spec, planned)) is not None:
+        click.echo(change_line(change))
     if nodes is not None:
         click.echo(f"nodes    {left:,} left: layout of {rung.num_nodes:,}, {spares:,} spare")
     elif (faster := faster_layout(spec, planned)) is not None:
@@ -202,16 +209,22 @@ def plan(
 
 
 def _show_fastest(
-    spec: JobSpec, count: int, picture: Path | None, *, explain: bool, as_json: bool
+    spec: JobSpec,
+    count: int,
+    nodes: int | None,
+    picture: Path | None,
+    *,
+    explain: bool,
+    as_json: bool,
 ) -> None:
-    """Print the fastest layouts of a job's nodes, beside what its file has."""
+    """Print the fastest layouts of so many nodes, or all of the job's."""
     from launcher.plan.planning import find_fastest
     from launcher.plan.summary import layout_dict, layout_rows, time_lines
     from launcher.runs.reports.report import check_picture, write_picture
 
     if picture is not None:
         check_picture(picture)
-    found = find_fastest(spec, max(count, DRAWN if picture else 0))
+    found = find_fastest(spec, max(count, DRAWN if picture else 0), nodes)
     if picture is not None:
         from launcher.runs.reports.layouts_picture import layouts_picture  # it takes a while
 

@@ -21,6 +21,7 @@ from launcher.cli.common import (
     json_option,
     path_option,
     print_json,
+    print_problems,
     set_option,
 )
 from launcher.cli.terminal import direct
@@ -113,6 +114,7 @@ def run(
         if as_json:
             click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
         return EXIT_DONE
+    print_problems(prepared.warnings)
     interrupts = Interrupts()
     with handling((signal.SIGINT, signal.SIGTERM), interrupts):
         view = _view(as_json=as_json, quiet=quiet)

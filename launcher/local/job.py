@@ -39,14 +39,14 @@ from launcher.record.summary import summarise
 from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
-from launcher.runs.checkpoints.start_from import corpus_pin, start_from
+from launcher.runs.checkpoints.start_from import corpus_pin, model_warnings, start_from
 from launcher.runs.reports.data import audit_ledger, write_summary
 from launcher.runs.run_dir import check_run_dir
 from launcher.runs.runs import StoredRun
 from launcher.runs.submitting.asking import live_problems
 from launcher.runs.watching.run_status import RunStatus
 from launcher.runs.watching.screen import View
-from launcher.spec.errors import UserError
+from launcher.spec.errors import Problem, UserError
 
 MAX_NODES = 64
 """More emulated nodes than this would only fight over the cores."""
@@ -64,6 +64,8 @@ class PreparedRun:
     num_nodes: int
     faults: tuple[Fault, ...]
     chaos: Chaos | None = None
+    warnings: tuple[Problem, ...] = ()
+    """What data, tokenizer and imported model make doubtful."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +125,8 @@ def prepare_new(
             "use gpu: cpu (as in --set cluster.gpu=cpu), or submit the job to a real cluster",
         )
     folder = job.absolute().parent
-    problems = live_problems(spec, folder)
-    if problems:
+    found = live_problems(spec, folder)
+    if problems := [each for each in found if not each.is_warning]:
         raise UserError.many(problems)
     run_id = f"{spec.name}-{stamp}"
     directory = (run_dir or Path("runs") / run_id).absolute()
@@ -135,8 +137,10 @@ def prepare_new(
         rendered = start_from(rendered, start, spec)
         assert rendered.start_from is not None
         pin = corpus_pin(rendered.start_from)
+        found += model_warnings(rendered, spec)
     bundle = {run_dirs.JOB_JSON: rendered.to_json(), JOB_FILE: job_file(spec, folder), **pin}
-    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
+    options: dict[str, Any] = {"nodes": nodes, "faults": faults, "chaos": chaos}
+    prepared = _prepared(directory, rendered, **options, warnings=found)
     existed = directory.exists()
     refuse_foreign(rendered)
     try:
@@ -181,6 +185,7 @@ def _prepared(
     nodes: int | None,
     faults: Sequence[str],
     chaos: str | None,
+    warnings: Sequence[Problem] = (),
 ) -> PreparedRun:
     """Return the attempt that the options ask for; nothing is made."""
     need("a run on this machine", "torch", extra="train")
@@ -202,6 +207,7 @@ def _prepared(
             start_step=narrowed.start_from.step if narrowed.start_from else 0,
         ),
         chaos=None if chaos is None else parse_chaos(chaos),
+        warnings=tuple(warnings),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.plan.quantities import counted
@@ -78,10 +78,10 @@ def speeds_of(spec: JobSpec) -> Speeds | None:
     )
 
 
-def find_fastest(spec: JobSpec, count: int) -> list[TimedLayout]:
-    """Return the `count` fastest layouts of a job's nodes that fit, best first.
+def find_fastest(spec: JobSpec, count: int, nodes: int | None = None) -> list[TimedLayout]:
+    """Return the `count` fastest layouts of so many nodes that fit, best first.
 
-    The micro-batch and recomputation vary too.
+    The micro-batch and recomputation vary too. `nodes` None: those of the job.
 
     Raises:
         UserError: HF131 none fits; HF136 the speed of layouts is not known.
@@ -89,9 +89,10 @@ def find_fastest(spec: JobSpec, count: int) -> list[TimedLayout]:
     speeds = speeds_of(spec)
     if speeds is None:
         raise UserError.many([unknown_speed(spec)])
-    found = fastest(spec.facts, speeds, count=count, of_training=True)
+    facts = replace(spec.facts, nodes=nodes or spec.cluster.nodes)
+    found = fastest(facts, speeds, count=count, of_training=True)
     if not found:
-        raise UserError.many([nothing_fits(spec)])
+        raise UserError.many([nothing_fits(spec, num_gpus=facts.num_gpus)])
     return found
 
 
@@ -101,9 +102,10 @@ def unknown_speed(spec: JobSpec) -> Problem:
     return spec.problem("HF136", "layout", f"the speed of {what} is not known").offering(())
 
 
-def nothing_fits(spec: JobSpec, *offers: Offer) -> Problem:
-    """Return that no layout of all the job's GPUs can be used."""
+def nothing_fits(spec: JobSpec, *offers: Offer, num_gpus: int | None = None) -> Problem:
+    """Return that no layout of so many GPUs, or of all the job's, can be used."""
     facts = spec.facts
     memory = f" and fits {facts.memory_gib:.1f} GiB" if facts.memory_gib is not None else ""
-    message = f"no layout of {counted(facts.num_gpus, 'GPU')} is legal{memory}"
+    gpus = counted(num_gpus or facts.num_gpus, "GPU")
+    message = f"no layout of {gpus} is legal{memory}"
     return spec.problem("HF131", "layout", message).offering(offers)

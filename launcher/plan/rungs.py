@@ -22,7 +22,7 @@ from typing import Final
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
 from launcher.plan.search import ROOM, Speeds, num_rounds
-from launcher.plan.step_time import step_time
+from launcher.plan.step_time import Hardware, step_time
 from launcher.spec.gpu_memory import GIB
 from launcher.spec.rules import JobFacts, divisors, layout_findings
 from launcher.spec.spec import JobSpec
@@ -77,10 +77,28 @@ def rungs(
         yield from (_rung(facts, num_nodes, layout, None) for num_nodes, layout in below)
         return
     tokens = facts.global_batch * facts.seq_len
-    moved = STATE_BYTES * facts.shape.num_params() / facts.num_gpus
-    change_s = CHANGE_S[standby] + moved / speeds[0].nic_bytes_s
+    change_s = mesh_change(facts, speeds[0], standby=standby).seconds
     for each in _Predicted(facts, top, speeds).ladder(min_nodes, sizes, change_s):
         yield _rung(facts, each.num_nodes, each.layout, tokens / each.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshChange:
+    """What a change of mesh is taken to cost beyond one of dp."""
+
+    bytes_per_gpu: float
+    """State that moves to other ranks."""
+    seconds: float
+    """For that, and for what has to be set up anew."""
+    away_s: float
+    """How long a lost node is taken to stay away: within it a change and its return must pay."""
+
+
+def mesh_change(facts: JobFacts, machine: Hardware, *, standby: bool) -> MeshChange:
+    """Return what a change of a job's mesh is taken to cost; `standby` as in `rungs`."""
+    moved = STATE_BYTES * facts.shape.num_params() / facts.num_gpus
+    seconds = CHANGE_S[standby] + moved / machine.nic_bytes_s
+    return MeshChange(bytes_per_gpu=moved, seconds=seconds, away_s=AWAY_S)
 
 
 def predicted_step_s(spec: JobSpec, rung: Rung) -> float | None:

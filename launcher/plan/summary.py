@@ -11,9 +11,9 @@ from typing import Any, Final
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import Plugin
-from elastic_trainer.plan.quantities import counted, scaled
+from elastic_trainer.plan.quantities import counted, scaled, sized
 from launcher.plan.planning import Plan
-from launcher.plan.rungs import predicted_step_s
+from launcher.plan.rungs import MeshChange, mesh_change, predicted_step_s
 from launcher.plan.search import TimedLayout, fastest, slower_by
 from launcher.plan.snapshots import snapshot_line
 from launcher.plan.step_time import StepTime, mfu, step_time
@@ -147,6 +147,25 @@ def _loss_lines(spec: JobSpec, ladder: Ladder) -> list[str]:
     help_ = f"{', '.join(others)} or {last}" if others else last
     text = f"{', '.join(binds) or 'the layouts left are slower'}; {help_} would help"
     return [f"lost     one node costs {cost:.1%} of the speed{waits}: {text}"]
+
+
+def change_of(spec: JobSpec, plan: Plan) -> MeshChange | None:
+    """Return what a change of mesh is taken to cost; None where it decided nothing.
+
+    Without known speeds, and with one layout, nothing was weighed.
+    """
+    if plan.speeds is None or len(plan.ladder.rungs) == 1:
+        return None
+    return mesh_change(spec.facts, plan.speeds[0], standby=spec.elastic.standby)
+
+
+def change_line(change: MeshChange) -> str:
+    """Return what a change of mesh is taken to cost, for people."""
+    return (
+        f"change   another tp, cp or pp is taken to cost {change.seconds:.3g} s, with "
+        f"{sized(round(change.bytes_per_gpu))} a GPU to move, and must gain twice that in the "
+        f"{change.away_s / 60:.0f} min that a lost node is away"
+    )
 
 
 def short(count: float) -> str:
@@ -300,7 +319,7 @@ def rung_dict(spec: JobSpec, rung: Rung) -> dict[str, Any]:
 
 def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
     """Return the plan as plain JSON types, as `--json` prints it; None: only the script knows."""
-    layout = plan.ladder.rungs[0].layout
+    layout, change = plan.ladder.rungs[0].layout, change_of(spec, plan)
     model = {
         "name": spec.model_name,
         "num_params": spec.shape.num_params(),
@@ -317,6 +336,7 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
         "global_batch": spec.train.global_batch if spec.command is None else None,
         "command": None if spec.command is None else list(spec.command),
         "ladder": [rung_dict(spec, rung) for rung in plan.ladder.rungs],
+        "mesh_change": None if change is None else dataclasses.asdict(change),
         "snapshots": dataclasses.asdict(plan.snapshots),
         "warnings": [warning.to_dict() for warning in plan.warnings],
     }

@@ -124,6 +124,19 @@ def summarise(
     return summary
 
 
+def rates(events: Sequence[Event], config: TrainConfig) -> tuple[float | None, float | None]:
+    """Return tokens/s of the steps that count and what was planned for them, as in the summary.
+
+    None where a script's steps are not all seen, or nothing was planned.
+    """
+    if config.command is not None:
+        return None, None
+    spans = epochs(events)
+    counted = lineage(spans)
+    tokens = sum(done.tokens for done in counted)
+    return _ratio(tokens, _busy_seconds(counted), 1), _predicted_rate(config, spans, counted)
+
+
 def _predicted_rate(
     config: TrainConfig | None, spans: Iterable[EpochSpan], counted: Sequence[StepDone]
 ) -> float | None:

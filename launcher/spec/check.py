@@ -380,11 +380,7 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
             use=["selective", "none"],
             offers=[{"train.compile": False}],
         )
-    if (
-        spec.data.format in ("text", "sft", *RECORD_FORMATS)
-        and spec.data.tokenizer == "bytes"
-        and shape.vocab_size < BYTES_VOCABULARY
-    ):
+    if spec.data.encodes and spec.data.tokenizer == "bytes" and shape.vocab_size < BYTES_VOCABULARY:
         message = f"{shape.vocab_size} is too small for bytes"
         yield finding("HF024", "model.vocab_size", message, "data", use=[BYTES_VOCABULARY])
     context = PUBLISHED_CONTEXT.get(spec.model_name)

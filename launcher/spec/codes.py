@@ -175,6 +175,18 @@ _TABLE: Final = {
         "Free or repair machines; see `holdfast nodes list`.",
     ),
     "HF190": ("train.float8 without train.compile is slow.", "Set train.compile: true."),
+    "HF191": (
+        "A special token outside the vocabulary, which a text can name.",
+        "Keep it out of the texts, or enlarge vocab_size.",
+    ),
+    "HF192": (
+        "The data's tokenizer is not that of the imported model.",
+        "Use the model's, unless its tokens were replaced on purpose.",
+    ),
+    "HF193": (
+        "A model's config.json contradicts the tokenizer about special tokens.",
+        "Fix the ids that are wrong.",
+    ),
     "HF195": (
         "The profile is of nodes or layers of another kind.",
         "Calibrate again with the job.",
@@ -241,6 +253,10 @@ _TABLE: Final = {
     "HF328": (
         "A plug-in says nothing of its Hugging Face form.",
         "Give its class hf_config and hf_names.",
+    ),
+    "HF329": (
+        "A weight of the model is NaN or infinite.",
+        "Download the file again; compare its sha256.",
     ),
     # A job's own model (`model.plugin`), on the nodes.
     "HF330": ("The plug-in cannot be imported.", "Fix the module, or model.plugin."),

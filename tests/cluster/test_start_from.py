@@ -149,13 +149,19 @@ def test_out_to_hugging_face_and_back_is_bitwise(folder, tmp_path):
 
     out = checkpoint("export", f"{folder / 'first'}@9", "--to", "hf", "-o", str(tmp_path / "hf"))
     assert sorted(out["files"]) == ["config.json", "model.safetensors"]
-    checkpoint("import", str(tmp_path / "hf"), str(tmp_path / "weights"))
-    checkpoint("export", str(tmp_path / "weights"), "-o", str(tmp_path / "again"))
+    vocabulary = {"model": {"vocab": {"a": 0, "</s>": 1}}}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    imported = checkpoint("import", str(tmp_path / "hf"), str(tmp_path / "weights"))
+    assert imported["warnings"] == []
+    out = checkpoint("export", str(tmp_path / "weights"), "-o", str(tmp_path / "again"))
+    assert sorted(out["files"]) == ["config.json", "model.safetensors", "tokenizer.json"]
     raw = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "again")]
     assert raw[0] == raw[1]
     # Weights of step 9, but no step: the data begins anew, the loss is that of trained weights.
     more = ["--from", str(tmp_path / "weights"), "--set", "train.seed=3"]
-    summary_of(holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more)))
+    result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
+    assert "warning: HF192 data.tokenizer" in result.stderr  # it is trained on bytes
+    summary_of(result)
     ours, theirs = losses(tmp_path / "run"), losses(folder / "first")
     assert list(ours) == list(theirs) == list(range(1, 11))
     assert ours[1] == pytest.approx(theirs[10], rel=0.02)

@@ -28,11 +28,14 @@ from elastic_trainer.state.manifest import (
 )
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.storage.files import beside, of_each, read_regular, write_new
+from elastic_trainer.storage.model_files import KEPT
 from launcher.runs import run_dir as run_dirs
 from launcher.spec.errors import UserError
 
 _MAX_DIGITS = 18
 """A step has no more; a longer number is a name."""
+_MAX_STARTS = 1000
+"""Runs that started from each other, one after the other: folders that were swapped make a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,25 @@ class RunCheckpoints:
         config = run_dirs.load(run) if has_job else None
         root = Path(config.checkpoint.dir) if config else run.absolute() / "checkpoints"
         return cls(run=run, config=config, storage=CheckpointStorage(root), commits=_commits(run))
+
+    def model_files(self) -> Path | None:
+        """Return the folder with what lay beside the weights of the model this run began with.
+
+        It is in the import from which this run started, or the run that this one started from, and
+        so on. None: there was no import, or it is not there any more.
+        """
+        run, config = self.run, self.config
+        for _ in range(_MAX_STARTS):
+            if (folder := run / KEPT).is_dir():
+                return folder
+            if config is None or config.start_from is None:
+                return None
+            run = Path(config.start_from.run)
+            try:
+                config = run_dirs.load(run)
+            except UserError:
+                config = None  # an import, or gone
+        return None
 
     def choose(self, step: int | None) -> Commit:
         """Return the checkpoint of `step`, or the newest.

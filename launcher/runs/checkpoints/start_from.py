@@ -12,8 +12,15 @@ from typing import Any, Final, NamedTuple
 
 from elastic_trainer.plan.config import StartFrom, TrainConfig
 from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.storage.model_files import (
+    CONFIG,
+    TOKENIZER,
+    read_beside,
+    read_tokenizer,
+    special_mistakes,
+)
 from launcher.runs.checkpoints.commits import Reference, RunCheckpoints
-from launcher.spec.errors import Problem, UserError
+from launcher.spec.errors import Problem, UserError, Where
 from launcher.spec.spec import JobSpec
 
 CORPUS_PIN = "corpus.json"
@@ -71,6 +78,54 @@ def corpus_pin(start: StartFrom) -> dict[str, str]:
         return {}  # it was never trained with this version
     except (OSError, ValueError) as error:
         raise UserError("HF202", f"{pin} cannot be read: {error}") from error
+
+
+def model_warnings(config: TrainConfig, spec: JobSpec) -> list[Problem]:
+    """Return how the data's tokenizer differs from what came with an imported model.
+
+    Warnings: tokens may have been replaced on purpose, as reserved ones are for chats.
+
+    Raises:
+        UserError: HF202, HF704 a file cannot be read.
+    """
+    start = config.start_from
+    if start is None or config.command is not None or not config.data.encodes:
+        return []
+    folder = RunCheckpoints.of(Path(start.run)).model_files()
+    if folder is None:
+        return []
+    own, key = folder / TOKENIZER, "data.tokenizer"
+    try:
+        theirs = read_tokenizer(own) if own.is_file() else None
+        if config.data.tokenizer == "bytes":
+            said = f"bytes are not the tokens of the imported model, which has {own}"
+            return [spec.problem("HF192", key, f"{said}: name it")] if theirs is not None else []
+        ours = read_tokenizer(Path(config.data.tokenizer))
+        mistakes = special_mistakes(read_beside(own, CONFIG), ours.roles)
+    except OSError as error:
+        raise UserError("HF202", f"{error.filename} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError("HF704", f"{key}: {error}: copy it again") from error
+    found = [spec.problem("HF193", key, f"{folder / CONFIG}: {each}") for each in mistakes]
+    if theirs is not None and (differing := ours.differing(theirs)):
+        number, here, there = differing[0]
+        message = (
+            f"{len(differing)} of {len(ours.ids)} ids stand for other tokens than in {own}, as "
+            f"{number}: {here!r:.40}, there {there!r:.40}; the model has learnt those there"
+        )
+        found.append(spec.problem("HF192", key, message))
+    return found
+
+
+def import_warnings(folder: Path) -> list[Problem]:
+    """Return where a model's config.json contradicts itself and the tokenizer beside it."""
+    own = folder / TOKENIZER
+    try:
+        roles = read_tokenizer(own).roles if own.is_file() else {}
+        mistakes = special_mistakes(read_beside(own, CONFIG), roles)
+    except (OSError, ValueError) as error:
+        mistakes = [str(error)]
+    return [Problem("HF193", Where(str(folder / CONFIG)), each) for each in mistakes]
 
 
 def _problems(

@@ -18,7 +18,7 @@ from launcher.record import timeline
 from launcher.record.cost import EVENTS, AttemptTime, GpuTime, attempts, gpu_time_by_month, total
 from launcher.record.event import number
 from launcher.record.files import RunRecord, events_named
-from launcher.record.summary import summarise
+from launcher.record.summary import rates, summarise
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.runs import StoredRun, lost_kind, submit_times
 from launcher.spec.errors import UserError, reason_of
@@ -149,6 +149,10 @@ class RunCost:
     """The run directory's owner."""
     months: dict[str, GpuTime]
     """`2026-11` -> what was spent in it, UTC."""
+    tokens_per_s: float | None
+    """Of the steps that count."""
+    predicted_tokens_per_s: float | None
+    """What was planned for them."""
 
 
 def owner_of(run: StoredRun) -> str:
@@ -165,15 +169,23 @@ def costs(runs: Iterable[StoredRun]) -> tuple[list[RunCost], list[str]]:
     found, problems = [], []
     for run in runs:
         try:
+            config, events = run_dirs.load(run.path), list(events_named(run.path, EVENTS))
             months = gpu_time_by_month(
-                events_named(run.path, EVENTS),
-                gpus_per_node=run_dirs.load(run.path).gpus_per_node,
-                submitted=submit_times(run.path),
+                events, gpus_per_node=config.gpus_per_node, submitted=submit_times(run.path)
             )
+            measured, predicted = rates(events, config)
         except Exception as error:  # noqa: BLE001  whatever is wrong with one, the others count
             problems.append(f"{run.shown}: {reason_of(error)}")
             continue
-        found.append(RunCost(run=run.path.name, user=owner_of(run), months=months))
+        found.append(
+            RunCost(
+                run=run.path.name,
+                user=owner_of(run),
+                months=months,
+                tokens_per_s=measured,
+                predicted_tokens_per_s=predicted,
+            )
+        )
     return found, problems
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
+from elastic_trainer.storage.model_files import examine_tokenizer
 from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.rules import Standing, kept_off, standings
 from launcher.platforms.base import Backend, Machines
@@ -144,7 +145,10 @@ def _warning(code: str, message: str) -> Problem:
 
 
 def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
-    """Return what keeps a job with relative paths in `base_dir` from running on this machine."""
+    """Return what keeps a job with relative paths in `base_dir` from running on this machine.
+
+    Warnings are among it.
+    """
     return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
 
 
@@ -152,27 +156,24 @@ def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
     for key, written in spec.data_paths.items():
         path = Path(resolve(written, base_dir))
-        if key == "data.tokenizer":
-            problem = _unreadable(path)
-        else:
-            problem = bad_corpus(path) or (_content(spec, path) if spec.command is None else None)
-        if problem:
-            yield spec.problem(problem[0], key, problem[1])
+        wrong = _unreadable(path) if key == "data.tokenizer" else bad_corpus(path)
+        found = [wrong] if wrong else _content(spec, key, path) if spec.command is None else []
+        for code, message in found:
+            yield spec.problem(code, key, message)
 
 
-def _content(spec: JobSpec, path: Path) -> tuple[str, str] | None:
-    """Return (code, message) if samples of the corpus are not what data.format says."""
-    data = spec.data
+def _content(spec: JobSpec, key: str, path: Path) -> list[tuple[str, str]]:
+    """Return (code, message) of what is wrong in the tokenizer, or in samples of a corpus."""
+    data, vocab_size = spec.data, spec.shape.vocab_size
     try:
-        return examine(
-            path,
-            data.format,
-            vocab_size=spec.shape.vocab_size,
-            key=data.text_key,
-            as_is=data.as_is,
+        if key == "data.tokenizer":
+            return examine_tokenizer(path, vocab_size)
+        wrong = examine(
+            path, data.format, vocab_size=vocab_size, key=data.text_key, as_is=data.as_is
         )
     except OSError as error:
-        return "HF202", f"{error.filename or path} cannot be read: {error.strerror}"
+        return [("HF202", f"{error.filename or path} cannot be read: {error.strerror}")]
+    return [wrong] if wrong else []
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:

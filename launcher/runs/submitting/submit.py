@@ -126,8 +126,10 @@ def prepare(
         for each in values
     ]
     spec = specs[0]
+    seen: list[Problem] = []
     for each in specs if look else ():
-        if problems := live_problems(each, each.folder):
+        seen = live_problems(each, each.folder)
+        if problems := [one for one in seen if not one.is_warning]:
             raise UserError.many(problems)
     plans = [plan(each) for each in specs]
     run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
@@ -156,7 +158,7 @@ def prepare(
         tasks=None
         if indices is None
         else dict(zip(indices, values if sweep else repeat({}), strict=False)),
-        warnings=(*plans[0].warnings, *(left_out(code.about) if code else ())),
+        warnings=(*plans[0].warnings, *seen, *(left_out(code.about) if code else ())),
         code=code,
         environment=_environment(spec, platform, look=look),
     )

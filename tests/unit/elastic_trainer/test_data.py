@@ -215,6 +215,12 @@ def broken_tokenizer(tmp_path):
     corpus_of(tmp_path / "a.txt", tmp_path, tokenizer=str(tmp_path / "t.json"))
 
 
+def tokenizer_of_a_larger_model(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat " * 9)
+    tokenizer = tokenizer_file(tmp_path / "t.json")
+    corpus_of(tmp_path / "a.txt", tmp_path, tokenizer=tokenizer, vocab_size=4)
+
+
 def negative_token(tmp_path):
     megatron(tmp_path / "c", [[1, 2, 3, -7, 5]], letter="i")
     corpus_of(tmp_path / "c", tmp_path, format="megatron").samples(range(1))
@@ -273,8 +279,9 @@ MISTAKES = [
     (shards_of_two_tokenizers, "HF707", ("uint16 and uint32", "one tokenizer")),
     (negative_token, "HF703", ("has token -7", "the tokenizer the corpus was made with")),
     (beyond_the_vocabulary, "HF703", ("large.bin has token 300", "or a larger vocab_size")),
+    (tokenizer_of_a_larger_model, "HF024", ("vocabulary of 4, the last is 4 ('sat')",)),
     (missing_tokenizer, "HF704", ("t.json", "use tokenizer: bytes")),
-    (broken_tokenizer, "HF704", ("t.json is not a tokenizer.json", "use tokenizer: bytes")),
+    (broken_tokenizer, "HF704", ("t.json is not JSON", "use tokenizer: bytes")),
     (
         unknown_format,
         "HF705",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 
 import pytest
@@ -19,11 +20,14 @@ from hf_models import (
     read_hf,
     write_hf,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from elastic_trainer.state import hf_names, hf_source
 from elastic_trainer.state.errors import InputError
 from elastic_trainer.state.hf_convert import import_hf
+from elastic_trainer.state.hf_source import is_finite
 from elastic_trainer.state.manifest import METADATA_NAME
 from elastic_trainer.state.storage import CheckpointStorage
 
@@ -52,13 +56,13 @@ def test_bf16_in_and_out_gives_the_same_bytes(tmp_path, shape, num_files):
     assert not partials(tmp_path)
 
 
-def test_every_bit_pattern_of_bf16_and_fp16_survives(tmp_path):
+def test_every_finite_bit_pattern_of_bf16_and_fp16_survives(tmp_path):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     shape = dataclasses.replace(SHAPE, vocab_size=2048)
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         weights = random_weights(shape, dtype)
         values = patterns.view(dtype)
-        weights["lm_head.weight"] = values[~values.isnan()].repeat(2)[: 2048 * 32].view(2048, 32)
+        weights["lm_head.weight"] = values[values.isfinite()].repeat(2)[: 2048 * 32].view(2048, 32)
         hf = write_hf(tmp_path / name, shape, weights)
         import_hf(hf, tmp_path / f"run-{name}", run_id="r")
         export_run(tmp_path / f"run-{name}", shape, tmp_path / f"out-{name}")
@@ -105,7 +109,7 @@ def test_the_run_has_one_commit_of_step_0(tmp_path, hf):
     assert (manifest.consumed_samples, manifest.world_size) == (0, 1)
     on_disk = {path.name for path in (storage.root / commit.dir).iterdir()}
     assert on_disk == {*manifest.files, "manifest.json"}
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["board", "checkpoints"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["board", "checkpoints", "hf"]
 
 
 def test_chunks_bound_what_is_read_at_once(tmp_path, hf, monkeypatch):
@@ -139,6 +143,40 @@ def test_an_empty_run_directory_is_taken(tmp_path, hf):
     (tmp_path / "run").mkdir()
     import_hf(hf, tmp_path / "run", run_id="r")
     assert newest(tmp_path / "run").step == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_weight_that_is_no_number_is_named(tmp_path, dtype, num_files):
+    """In a chunk that is not the first; all of the tensor is counted."""
+    weights, name = random_weights(SHAPE, dtype), "model.layers.1.mlp.down_proj.weight"
+    for place, value in (((30, 0), torch.nan), ((31, 5), torch.inf), ((0, 1), -torch.inf)):
+        weights[name][place] = value
+    hf = write_hf(tmp_path / "hf", SHAPE, weights, num_files=num_files)
+    file = hf_source.HFSource(hf)._file_of[name].name
+    with pytest.raises(InputError, match=rf"HF329 .*{file}: {name} has 1 NaN and 2 infinite of"):
+        import_hf(hf, tmp_path / "run", run_id="r", max_chunk_bytes=1000)
+    assert not (tmp_path / "run").exists()
+    assert not partials(tmp_path)
+
+
+@given(place=st.integers(0, 12 * 7 - 1), value=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+def test_no_place_of_a_tensor_hides_it(place, value):
+    rows = torch.randn(12, 7, generator=torch.Generator().manual_seed(0)) * 3e38
+    rows = rows.clamp(-3e38, 3e38)  # whose sum would be infinite
+    assert is_finite(rows)
+    rows.view(-1)[place] = value
+    assert not is_finite(rows)
+
+
+def test_a_tied_head_of_nan_is_no_difference_from_the_embedding(tmp_path):
+    shape = SHAPES["tied"]
+    weights = random_weights(shape)
+    weights["model.embed_tokens.weight"][3, 3] = torch.nan
+    head = weights["model.embed_tokens.weight"].clone()
+    hf = write_hf(tmp_path / "hf", shape, weights | {"lm_head.weight": head})
+    with pytest.raises(InputError, match=r"HF329 .* has 1 NaN and 0 infinite of 3200 "):
+        import_hf(hf, tmp_path / "run", run_id="r")
 
 
 def test_old_rotary_buffers_are_left_out(tmp_path):
@@ -182,11 +220,77 @@ def test_files_are_readable_for_whom_the_umask_lets(tmp_path, hf_run):
     assert modes == {stat.S_IMODE((tmp_path / "plain").stat().st_mode)}
 
 
-def test_the_tokenizer_comes_along(tmp_path, hf_run):
-    (tmp_path / "some.json").write_text('{"version": "1.0"}')
+BESIDE = {
+    "generation_config.json": '{"temperature": 0.6}',
+    "tokenizer.json": '{"model": {"vocab": {"a": 0, "</s>": 7}}}',
+    "tokenizer_config.json": '{"eos_token": "</s>"}',
+    "special_tokens_map.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+}
+
+
+def with_files(folder, **more):
+    for name, text in {**BESIDE, **more}.items():
+        (folder / name).write_text(text)
+
+
+def read_texts(folder):
+    names = {*BESIDE, "merges.txt", "README.md"}
+    return {each.name: each.read_text() for each in folder.iterdir() if each.name in names}
+
+
+def config_of(folder):
+    return json.loads((folder / hf_names.CONFIG_NAME).read_text())
+
+
+def test_what_lies_beside_imported_weights_comes_out_with_them(tmp_path):
+    ids = {"bos_token_id": 1, "eos_token_id": [7, 2], "pad_token_id": 0}
+    weights = random_weights(SHAPE)
+    hf = write_hf(tmp_path / "hf", SHAPE, weights, **ids, max_position_embeddings=4096)
+    with_files(hf, **{"README.md": "x"})
+    (hf / "merges.txt").symlink_to(hf / "chat_template.jinja")  # as in the hub's cache
+    import_hf(hf, tmp_path / "run", run_id="r")
+    shutil.rmtree(hf)
+    beside = tmp_path / "run" / "hf"
+    export_run(tmp_path / "run", SHAPE, tmp_path / "out", beside=beside, context=512)
+    expected = {**BESIDE, "merges.txt": BESIDE["chat_template.jinja"]}
+    assert read_texts(tmp_path / "out") == expected
+    config = config_of(tmp_path / "out")
+    assert {key: config[key] for key in ids} == ids
+    assert (config["max_position_embeddings"], config["torch_dtype"]) == (4096, "float32")
+    export_run(tmp_path / "run", SHAPE, tmp_path / "longer", beside=beside, context=8192)
+    assert config_of(tmp_path / "longer")["max_position_embeddings"] == 8192
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_tokenizer_leaves_no_file_of_the_models_own(tmp_path, same):
+    hf = write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE), eos_token_id=7)
+    with_files(hf)
+    import_hf(hf, tmp_path / "run", run_id="r")
+    (tmp_path / "own").mkdir()
+    own = tmp_path / "own" / "my.json"
+    own.write_text(BESIDE["tokenizer.json"] if same else BESIDE["tokenizer.json"] + " ")
+    (tmp_path / "own" / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    beside = tmp_path / "run" / "hf"
+    export_run(tmp_path / "run", SHAPE, tmp_path / "out", tokenizer=own, beside=beside)
+    found = read_texts(tmp_path / "out")
+    assert found["tokenizer.json"] == own.read_text()
+    assert found["tokenizer_config.json"] == '{"eos_token": "a"}'
+    assert found["generation_config.json"] == BESIDE["generation_config.json"]
+    assert ("chat_template.jinja" in found) == same
+    assert config_of(tmp_path / "out")["eos_token_id"] == (7 if same else 0)
+
+
+def test_the_tokenizer_of_a_model_made_here_comes_along(tmp_path, hf_run):
+    with_files(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "some.json")
     done = export_run(hf_run, SHAPE, tmp_path / "out", tokenizer=tmp_path / "some.json")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"version": "1.0"}'
-    assert done.files == ("config.json", "model.safetensors", "tokenizer.json")
+    assert read_texts(tmp_path / "out") == {
+        name: text for name, text in BESIDE.items() if name != "generation_config.json"
+    }
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < set(done.files)
+    config = config_of(tmp_path / "out")
+    assert (config["eos_token_id"], config["bos_token_id"]) == (7, None)
     with pytest.raises(InputError, match=r"HF323 .*nowhere\.json"):
         export_run(hf_run, SHAPE, tmp_path / "other", tokenizer=tmp_path / "nowhere.json")
     assert not (tmp_path / "other").exists()

@@ -12,6 +12,7 @@ import torch
 from hf_models import equal_bits, export_run, names_of, random_weights, read_hf, write_hf
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.model.decoder import build, rope_frequencies, rope_table
@@ -296,3 +297,55 @@ def test_what_transformers_saves_is_imported(tmp_path, tied):
     )  # fmt: skip
     export_run(tmp_path / "run", done.shape, tmp_path / "out", dtype="bfloat16")
     assert equal_bits(read_hf(tmp_path / "out"), read_hf(tmp_path / "hf"))
+
+
+def test_an_export_has_what_save_pretrained_writes(tmp_path):
+    """Model, generation settings, tokenizer and chat template; the same tokens end a text."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # noqa: S106
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="?", bos_token="<s>", eos_token="</s>",  # noqa: S106
+        chat_template="{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
+    )  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=8, max_position_embeddings=256, bos_token_id=3, eos_token_id=[4, 1],
+        pad_token_id=2,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    theirs.generation_config.temperature = 0.6
+    theirs.generation_config.do_sample = True
+    theirs.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    done = import_hf(tmp_path / "hf", tmp_path / "run", run_id="r")
+    kept = tmp_path / "run" / "hf"
+    export_run(tmp_path / "run", done.shape, tmp_path / "out", dtype="bfloat16", beside=kept)
+    saved, ours = (
+        {each.name: each.read_bytes() for each in (tmp_path / name).iterdir()}
+        for name in ("hf", "out")
+    )
+    assert ours.keys() == saved.keys()
+    changed = {"config.json", "model.safetensors"}
+    assert all(ours[name] == saved[name] for name in saved.keys() - changed)
+    before, after = (json.loads(each["config.json"]) for each in (saved, ours))
+    assert set(before) - set(after) == {
+        "attention_bias",
+        "dtype",
+        "mlp_bias",
+        "pretraining_tp",
+        "rope_parameters",
+        "transformers_version",
+    }  # fmt: skip  of which the first ones are false or 1, and two have their older names
+    assert after["torch_dtype"] == before["dtype"] == "bfloat16"
+    options = {"local_files_only": True}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
+    assert again.dtype == torch.bfloat16
+    assert again.generation_config.to_dict() == theirs.generation_config.to_dict()
+    known = {"transformers_version", "_name_or_path", "architectures"}
+    one, other = ({k: v for k, v in each.items() if k not in known} for each in (
+        theirs.config.to_dict(), again.config.to_dict(),
+    ))  # fmt: skip
+    assert one == other
+    loaded_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", **options)
+    chat = [{"role": "user", "content": "a"}]
+    assert loaded_tokenizer.apply_chat_template(chat, tokenize=False) == "a</s>"
+    assert loaded_tokenizer.get_vocab() == tokenizer.get_vocab()

@@ -254,7 +254,7 @@ def test_a_chat_that_the_template_does_not_take_is_refused(template, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     path = written(tmp_path / "a.jsonl", {"messages": CHAT})
     with pytest.raises(DataError, match=r"^HF708 data\.path: .*a\.jsonl:1: "):
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=300)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_broken_template_is_the_tokenizers_fault(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     path = written(tmp_path / "a.jsonl", {"messages": CHAT})
     with pytest.raises(DataError, match=r"^HF704 data\.tokenizer: "):
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=300)
 
 
 @pytest.mark.parametrize(

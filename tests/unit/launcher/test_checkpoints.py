@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from functools import partial
 
 import pytest
@@ -16,9 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from elastic_trainer.board import file_board
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
+from elastic_trainer.plan.config import StartFrom
 from elastic_trainer.state.manifest import Manifest, with_commit
 from elastic_trainer.state.storage import CheckpointStorage
-from launcher.cli.checkpoint import _lines, missing_tokenizer, run_converter
+from launcher.cli.checkpoint import _export_request, _lines, missing_tokenizer, run_converter
 from launcher.cli.main import run_cli
 from launcher.plan.planning import plan
 from launcher.render.local import to_train_config
@@ -28,6 +30,7 @@ from launcher.runs.checkpoints.commits import (
     RunCheckpoints,
     refuse_foreign,
 )
+from launcher.runs.checkpoints.start_from import import_warnings, model_warnings
 from launcher.spec.errors import PermanentError, UserError
 from launcher.spec.reading import parse_spec
 
@@ -38,7 +41,7 @@ WHOLE_BYTES = 1000 + len(INDEX)
 def save(run, step, *, keep=3, index=INDEX):
     """Save and commit a checkpoint as the trainer does, without its retirement of old ones."""
     storage = CheckpointStorage(run / "checkpoints")
-    storage.root.mkdir(exist_ok=True)
+    storage.root.mkdir(exist_ok=True, parents=True)
     board = FileBoard(run / "board")
     name = storage.make(step, 1)
     (storage.root / name / "__0_0.distcp").write_bytes(os.urandom(1000))
@@ -376,3 +379,109 @@ def test_without_torch_the_way_out_is_an_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"HF632.*holdfast-ml\[train\]"):
         run_converter("export", {}, on_progress=lambda *_: None)
+
+
+# What an import keeps beside the weights.
+
+
+def imported(folder, *, eos=3, tokens="ab"):
+    """Make what an import leaves, but for the weights, and return the run."""
+    (folder / "board").mkdir(parents=True)
+    write_model_files(folder / "hf", tokens)
+    config = {"vocab_size": 256, "eos_token_id": eos}
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_model_files(folder, tokens):
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: number for number, token in enumerate([*tokens, "</s>"])}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return str(folder / "tokenizer.json")
+
+
+def started(config, run, **data):
+    """Return the job of a run that starts from `run`."""
+    start = StartFrom(
+        run=str(run), checkpoints="/c", epoch=0, step=0, dir="d", manifest_sha256="0" * 64
+    )
+    section = dataclasses.replace(config.data, **data)
+    return dataclasses.replace(config, start_from=start, data=section)
+
+
+def test_runs_that_started_from_each_other_lead_to_the_import(tmp_path, config):
+    source = imported(tmp_path / "imported")
+    for before, name in (("imported", "first"), ("first", "second")):
+        (tmp_path / name / "board").mkdir(parents=True)
+        job = started(config, tmp_path / before).to_json()
+        (tmp_path / name / "job.json").write_text(job)
+    for name in ("imported", "first", "second"):
+        assert RunCheckpoints.of(tmp_path / name).model_files() == source / "hf"
+    shutil.rmtree(source)
+    assert RunCheckpoints.of(tmp_path / "second").model_files() is None
+    job = started(config, tmp_path / "second").to_json()  # a ring
+    (tmp_path / "first" / "job.json").write_text(job)
+    assert RunCheckpoints.of(tmp_path / "second").model_files() is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos", "codes"),
+    [
+        ("ab", 2, []),
+        ("ab", [2, 7], []),
+        ("ab", 7, ["HF193"]),
+        ("xy", 2, ["HF192"]),
+        ("abc", 2, ["HF192", "HF193"]),  # a token more: the end moved
+        (None, 2, ["HF192"]),
+    ],
+)
+def test_the_tokenizer_is_compared_with_the_imported_models(tmp_path, config, tokens, eos, codes):
+    source = imported(tmp_path / "imported", eos=eos)
+    own = "bytes" if tokens is None else write_model_files(tmp_path / "own", tokens)
+    spec = parse_spec(JOB)
+    found = model_warnings(started(config, source, tokenizer=own), spec)
+    assert sorted(each.code for each in found) == codes
+    assert all(each.is_warning for each in found)
+    # The files have the tokens; a script has a tokenizer of its own; nothing was imported.
+    tokenised = started(config, source, format="nanogpt")
+    of_script = dataclasses.replace(started(config, source), command="train.py")
+    assert [model_warnings(each, spec) for each in (tokenised, of_script, config)] == [[], [], []]
+
+
+def test_a_tokenizer_that_cannot_be_compared_stops_the_start(tmp_path, config):
+    source = imported(tmp_path / "imported")
+    for content, code in (("{", "HF704"), (None, "HF202")):
+        own = tmp_path / "own.json"
+        own.unlink(missing_ok=True)
+        if content:
+            own.write_text(content)
+        with pytest.raises(UserError, match=code):
+            model_warnings(started(config, source, tokenizer=str(own)), parse_spec(JOB))
+
+
+def test_an_import_says_where_config_and_tokenizer_contradict_each_other(tmp_path):
+    for eos, codes in ((2, []), (1, ["HF193"]), (256, ["HF193"])):
+        folder = imported(tmp_path / str(eos), eos=eos) / "hf"
+        assert [each.code for each in import_warnings(folder)] == codes
+    (folder / "tokenizer.json").write_text("{")
+    assert [each.code for each in import_warnings(folder)] == ["HF193"]
+
+
+@pytest.mark.parametrize(
+    ("data", "beside"),
+    [
+        ({"tokenizer": "bytes"}, False),
+        ({"tokenizer": "bytes", "format": "nanogpt"}, True),
+        ({"tokenizer": "/t.json"}, True),
+    ],
+)
+def test_an_export_of_bytes_has_no_tokenizer_of_the_imported_model(tmp_path, config, data, beside):
+    source, run = imported(tmp_path / "imported"), tmp_path / "run"
+    save(run, 4)
+    job = started(config, source, **data)
+    section = dataclasses.replace(job.checkpoint, dir=str(run / "checkpoints"))
+    (run / "job.json").write_text(dataclasses.replace(job, checkpoint=section).to_json())
+    found = RunCheckpoints.of(run)
+    request = _export_request(found, found.choose(4), tmp_path / "out", "float32")
+    assert request.get("beside") == (str(source / "hf") if beside else None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,35 @@ def test_plan_shows_the_fastest_layouts(job, capsys, tmp_path):
     assert "HF620" in capsys.readouterr().err
     assert run_cli(["plan", job, "--top", "3", "--set", "cluster.gpu=cpu"]) == 2
     assert "HF136" in capsys.readouterr().err
+
+
+def test_plan_shows_the_fastest_layouts_of_the_nodes_left(job, capsys):
+    sizes = {}
+    for nodes in ([], ["--nodes", "3"]):
+        assert run_cli(["plan", job, "--top", "2", "--json", *nodes]) == 0
+        found = json.loads(capsys.readouterr().out)["layouts"]
+        sizes[len(nodes)] = {math.prod(each["layout"][axis] for axis in AXES) for each in found}
+    assert sizes == {0: {32}, 2: {24}}
+
+
+AXES = ("dp", "tp", "pp", "cp")
+
+
+@pytest.mark.parametrize(("standby", "fixed_s"), [(False, 30), (True, 10)])
+def test_plan_says_what_a_change_of_mesh_is_taken_to_cost(job, capsys, standby, fixed_s):
+    sets = ["--set", f"elastic.standby={json.dumps(standby)}"]
+    assert run_cli(["plan", job, *sets, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    change = answer["mesh_change"]
+    moved = change["bytes_per_gpu"]
+    assert moved == pytest.approx(12 * answer["model"]["num_params"] / 32)
+    assert 0 < change["seconds"] - fixed_s < moved / 1e9
+    assert change["away_s"] == 3600
+    assert run_cli(["plan", job, *sets]) == 0
+    [line] = (each for each in capsys.readouterr().out.splitlines() if each.startswith("change"))
+    assert f"{change['seconds']:.3g} s" in line
+    assert run_cli(["plan", job, "--set", "cluster.gpu=cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh_change"] is None
 
 
 def test_plan_for_the_nodes_left(job, capsys):

@@ -14,6 +14,7 @@ from synthetic_record import STEP_S, Stream, config_of, storm
 
 from launcher.cli.main import run_cli
 from launcher.record.cost import CAUSES, attempts, gpu_time_by_month, gpu_time_since, total
+from launcher.record.summary import summarise
 from launcher.record.timeline import epochs
 
 NODES = [f"node{i}" for i in range(4)]
@@ -175,6 +176,32 @@ def test_the_command(runs, capfd):
     assert row["month"] == "1970-01"
     assert run_cli(["cost", "--runs", str(runs)]) == 0
     assert "two" in capfd.readouterr().out
+
+
+def test_a_runs_speed_is_beside_what_was_predicted(runs, capfd):
+    config = config_of(nodes=(4, 3, 2), tokens_per_s=1000.0)
+    (runs / "one" / "job.json").write_text(config.to_json())
+    assert run_cli(["cost", "--runs", str(runs), "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["gpu_hours"]
+    events = sorted(storm().events, key=lambda event: event.t_unix)
+    summary = summarise(events, config=config)
+    for name in ("tokens_per_s", "predicted_tokens_per_s"):
+        assert rows[0][name] == summary[name] > 0
+    assert (rows[1]["tokens_per_s"], rows[1]["predicted_tokens_per_s"]) == (
+        rows[0]["tokens_per_s"],
+        None,
+    )
+    assert run_cli(["cost", "--runs", str(runs)]) == 0
+    [line] = (each for each in capfd.readouterr().out.splitlines() if " one " in f" {each}")
+    assert line.split()[-2:] == [f"{rows[0][n]:,.0f}" for n in ("tokens_per_s", PREDICTED)]
+    assert run_cli(["cost", "two", "--runs", str(runs)]) == 0
+    assert "predicted" not in capfd.readouterr().out
+    assert run_cli(["cost", "--runs", str(runs), "--by", "user", "--json"]) == 0
+    [row] = json.loads(capfd.readouterr().out)["gpu_hours"]
+    assert PREDICTED not in row
+
+
+PREDICTED = "predicted_tokens_per_s"
 
 
 def test_a_run_that_cannot_be_read_is_told(runs, capfd):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -154,3 +155,40 @@ def test_pipes_and_devices_are_no_data(make_spec, corpus, key):
     for name in ("pipe", "/dev/zero"):
         [problem] = live_problems(make_spec(f"{key}={name}"), corpus)
         assert (problem.code, problem.where.key) == ("HF202", key)
+
+
+@pytest.mark.parametrize(
+    ("number", "special", "config", "codes"),
+    [
+        (511, False, "{}", []),
+        (511, True, "{}", []),
+        (512, False, "{}", ["HF024"]),
+        (512, True, "{}", ["HF191"]),
+        (512, True, '{"eos_token": "<x>"}', ["HF024"]),
+        (511, True, "[]", ["HF704"]),
+    ],
+)
+def test_a_tokenizer_is_compared_with_the_vocabulary(
+    make_spec, corpus, *, number, special, config, codes
+):
+    added = [{"id": number, "content": "<x>", "special": special}]
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 8}}, "added_tokens": added}
+    (corpus / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (corpus / "tokenizer_config.json").write_text(config)
+    sets = [SMALL, "data.tokenizer=tokenizer.json"]
+    problems = live_problems(make_spec(*sets), corpus)
+    assert [each.code for each in problems] == codes
+    assert all(each.where.key == "data.tokenizer" for each in problems)
+    assert live_problems(make_spec(*sets, "command=-m this"), corpus) == []
+
+
+def test_a_warning_of_the_tokenizer_stops_a_strict_check_only(corpus, capsys):
+    tokenizer = {"model": {"vocab": {}}, "added_tokens": [{"id": 512, "content": "<x>"}]}
+    for special, code, exits in ((True, "HF191", [0, 2]), (False, "HF024", [2, 2])):
+        tokenizer["added_tokens"][0]["special"] = special
+        (corpus / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (corpus / "job.yaml").write_text(JOB)
+        args = ["check", str(corpus / "job.yaml"), "--to", "slurm", "--set", SMALL]
+        args += ["--set", "data.tokenizer=tokenizer.json"]
+        assert [run_cli(args), run_cli([*args, "--strict"])] == exits
+        assert capsys.readouterr().err.count(code) == 2

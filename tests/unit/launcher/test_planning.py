@@ -298,7 +298,7 @@ def test_a_mesh_that_gains_little_is_not_changed():
             continue
         # What the mesh above would do on these nodes, where it fills them.
         dp, left = divmod(now.world_size, was.world_size // was.dp)
-        if left or (tokens and dp > spec.facts.num_micro_batches):
+        if left or dp > spec.facts.num_micro_batches:
             continue
         kept = replace(was, dp=dp, dp_replicate=math.gcd(dp, was.dp_replicate))
         time = step_time(
