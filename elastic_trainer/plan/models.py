@@ -215,7 +215,8 @@ class WindowedShape(ModelShape):
     """Dimensions of a decoder whose layers may see a sliding window."""
 
     sliding_window: int | None = option(
-        None, "Of families with a window: tokens a position sees, itself included; null: all."
+        None, "Of mistral, mixtral and families with layer_types: tokens that a position sees, itself "
+        "included; null: all."
     )
 
 
@@ -225,8 +226,8 @@ class LayeredShape(WindowedShape):
 
     layer_types: tuple[str, ...] = option(
         (SLIDING,),
-        f"Which layers see the window: {SLIDING} or {FULL}, of the layers in turn, from the first "
-        "again after the last; of qwen2, qwen3, olmo3 and gemma3_text.",
+        f"Of qwen2, qwen3, olmo3 and gemma3_text: {SLIDING}, which see the window, or {FULL}, of "
+        "the layers in turn, from the first again after the last.",
     )
 
 
