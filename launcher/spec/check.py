@@ -412,7 +412,7 @@ def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[Any]
         if kinds == {SLIDING, FULL} and window is None:
             yield "sliding_window", f"null, but layer_types has {SLIDING}; say how many", [4096]
         elif kinds == {FULL} and window is not None:
-            yield "layer_types", f"no layer sees the sliding_window {window}", [SLIDING]
+            yield "layer_types", f"no layer sees the sliding_window {window}", [[SLIDING]]
     if shape.num_heads % shape.num_kv_heads:
         message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
         yield "num_kv_heads", message, divisors(shape.num_heads)[:6]

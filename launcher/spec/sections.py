@@ -48,6 +48,7 @@ from launcher.spec.values import (
     FailureDomain,
     Family,
     Interface,
+    LayerTypes,
     Many,
     NotNegative,
     Order,
@@ -83,7 +84,6 @@ _elastic = setting_of(ElasticSection)
 _network = setting_of(NetworkSection)
 _numbers = setting_of(NumbersSection)
 
-LayerType = Literal["sliding_attention", "full_attention"]
 StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
 STOP_SIGNALS = get_args(StopSignal)
 SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
@@ -166,9 +166,7 @@ class ModelDimensions(SpecSection):
     tie_embeddings: bool = _shape("tie_embeddings")
     attention_bias: bool = setting_of(Qwen3)("attention_bias")
     sliding_window: Count | None = setting_of(LayeredShape)("sliding_window")
-    layer_types: Annotated[Many[LayerType], Field(min_length=1)] = setting_of(LayeredShape)(
-        "layer_types"
-    )
+    layer_types: LayerTypes = setting_of(LayeredShape)("layer_types")
     rope_local_theta: Positive = setting_of(LocalRopeShape)("rope_local_theta")
     query_pre_attn_scalar: Count = setting_of(Gemma3)("query_pre_attn_scalar")
     num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(MixtureShape)("num_experts")
