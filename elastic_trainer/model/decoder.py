@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import LayeredShape, ModelShape
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -358,9 +358,9 @@ class Decoder(nn.Module):
 
 def _of_layer(shape: ModelShape, layer: int) -> ModelShape:
     """Return `shape` with the window of layer `layer` for that of all."""
-    if shape.layer_window(layer) == shape.sliding_window:
-        return shape
-    return dataclasses.replace(shape, sliding_window=None)
+    if isinstance(shape, LayeredShape) and shape.layer_window(layer) is None:
+        return dataclasses.replace(shape, sliding_window=None)
+    return shape
 
 
 _PARTS = ("embedding", "layers", "norm", "head")

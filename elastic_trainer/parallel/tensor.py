@@ -125,10 +125,11 @@ class ColumnsNorm(ParallelStyle):
         assert isinstance(module, nn.RMSNorm)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.weight = nn.Parameter(weight)
-        width, eps = module.normalized_shape[0], module.eps
+        eps = module.eps
 
         def forward(x: Tensor) -> Tensor:
-            return _SplitNorm.apply(x, module.weight.to_local(), width, eps, device_mesh)
+            out: Tensor = _SplitNorm.apply(x, module.weight.to_local(), eps, device_mesh)
+            return out
 
         module.forward = forward
         return module
@@ -142,18 +143,16 @@ class _SplitNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, width: int, eps: float, mesh: DeviceMesh
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: DeviceMesh) -> Tensor:
         """Map x (..., width / tp) and weight (width / tp,) to the same as x."""
         squares = all_reduce(x.float().square().sum(-1, keepdim=True), "sum", mesh)
-        scale = (squares / width + eps).rsqrt()
+        ctx.mesh, ctx.width = mesh, x.shape[-1] * mesh.size()
+        scale = (squares / ctx.width + eps).rsqrt()
         ctx.save_for_backward(x, weight, scale)
-        ctx.width, ctx.mesh = width, mesh
         return (x.float() * scale * weight).type_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Map the gradient of the output to those of x and weight."""
         x, weight, scale = ctx.saved_tensors
         gradient, normal = outputs[0].float(), x.float() * scale
@@ -161,7 +160,7 @@ class _SplitNorm(torch.autograd.Function):
         total = all_reduce((inner * normal).sum(-1, keepdim=True), "sum", ctx.mesh)
         to_x = scale * (inner - normal * (total / ctx.width))
         to_weight = (gradient * normal).flatten(0, -2).sum(0)
-        return to_x.type_as(x), to_weight.type_as(weight), None, None, None
+        return to_x.type_as(x), to_weight.type_as(weight), None, None
 
 
 def _styles() -> dict[str, ParallelStyle]:

@@ -292,7 +292,7 @@ def _rope_dict(raw: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(old, dict) or not isinstance(new, dict):
         raise ConfigError("HF021", "rope_scaling is not a JSON object")
     theta = {"rope_theta": raw.get("rope_theta")} if old and "rope_theta" not in old else {}
-    if old and new and old != new and {**theta, **old} != new:
+    if old and new and new not in (old, {**theta, **old}):
         raise ConfigError("HF021", "rope_scaling and rope_parameters differ; keep one of them")
     rope = old or new
     for part in (raw, rope):

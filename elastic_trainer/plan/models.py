@@ -135,7 +135,7 @@ class ModelShape:
         """Shapes whose RoPE layers have; `layer_rope` says which."""
         return (self,)
 
-    def layer_rope(self, layer: int) -> int:
+    def layer_rope(self, layer: int) -> int:  # noqa: ARG002  of some families layers differ
         """Return which of `ropes` layer `layer` has, from 0."""
         return 0
 
@@ -215,8 +215,9 @@ class WindowedShape(ModelShape):
     """Dimensions of a decoder whose layers may see a sliding window."""
 
     sliding_window: int | None = option(
-        None, "Of mistral, mixtral and families with layer_types: tokens that a position sees, itself "
-        "included; null: all."
+        None,
+        "Of mistral, mixtral and families with layer_types: tokens that a position sees, itself "
+        "included; null: all.",
     )
 
 
@@ -245,8 +246,10 @@ class LocalRopeShape(LayeredShape):
     @property
     def ropes(self) -> tuple[ModelShape, ...]:
         """That of layers that see all, and that of layers with a window."""
-        local = {"rope_theta": self.rope_local_theta, "rope_scaling_factor": 1.0}
-        return (self, dataclasses.replace(self, **local, rope_scaling="llama3"))
+        local = dataclasses.replace(
+            self, rope_theta=self.rope_local_theta, rope_scaling="llama3", rope_scaling_factor=1.0
+        )
+        return (self, local)
 
     def layer_rope(self, layer: int) -> int:
         """Return 1 for a layer with a window."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,15 +14,23 @@ from elastic_trainer.parallel import tensor
 EPS = 1e-6
 
 
+class Mesh(NamedTuple):
+    rank: int
+    ranks: int
+
+    def size(self):
+        return self.ranks
+
+
 class Ranks:
     """Ranks as threads: what each gives to a reduction is summed once all have come."""
 
     def __init__(self, size):
         self.given, self.barrier = [None] * size, threading.Barrier(size)
 
-    def all_reduce(self, value, how, rank):
+    def all_reduce(self, value, how, mesh):
         assert how == "sum"
-        self.given[rank] = value
+        self.given[mesh.rank] = value
         self.barrier.wait(30)
         total = sum(self.given)
         self.barrier.wait(30)
@@ -55,7 +64,7 @@ def test_it_is_the_norm_of_all_columns_and_so_is_its_gradient(size, dtype, withi
 
     def rank(number):
         mine = [each.chunk(size, -1)[number].clone().requires_grad_() for each in (x, weight)]
-        y = tensor._SplitNorm.apply(*mine, 12, EPS, number)
+        y = tensor._SplitNorm.apply(*mine, EPS, Mesh(number, size))
         y.backward(after.chunk(size, -1)[number])
         found[number] = (y.detach(), *(each.grad for each in mine))
 

@@ -191,7 +191,6 @@ def test_what_a_family_leaves_out_is_transformers_default():
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}),
         ("qwen3", {"use_sliding_window": True}),
-        ("qwen3", {"use_sliding_window": None, "max_window_layers": 0}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": "SFSSFSS"}),
         ("olmo3", {}),
         ("olmo3", {"sliding_window": 8, "layer_types": "FFFFFFF"}),
@@ -200,7 +199,10 @@ def test_what_a_family_leaves_out_is_transformers_default():
         ("gemma3_text", {"sliding_window_pattern": 3, "rope_local_base_freq": 77.0}),
         ("gemma3_text", {"sliding_window_pattern": 1, "sliding_window": None}),
         ("gemma3_text", {"layer_types": "FSFSSSS", "_sliding_window_pattern": 6}),
-        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5.0}),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5.0},
+        ),
         (
             "gemma3_text",
             {
@@ -215,7 +217,12 @@ def test_what_a_family_leaves_out_is_transformers_default():
 def test_each_layer_has_the_window_and_the_rope_that_transformers_gives_it(kind, given):
     """What the file says, and what transformers makes of it: of both the same is read."""
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
-    given = {**SMALL, "num_hidden_layers": 7, "architectures": [FAMILIES[kind].architecture], **given}
+    given = {
+        **SMALL,
+        "num_hidden_layers": 7,
+        "architectures": [FAMILIES[kind].architecture],
+        **given,
+    }
     if "layer_types" in given:
         names = {"S": "sliding_attention", "F": "full_attention"}
         given["layer_types"] = [names[each] for each in given["layer_types"]]
@@ -238,7 +245,9 @@ def test_layers_are_said_as_briefly_as_they_can_be():
     gemma3 = small("gemma3_text", num_hidden_layers=26)
     assert gemma3.layer_types == ("sliding_attention",) * 5 + ("full_attention",)
     assert small("olmo3", layer_types=["full_attention"] * 2).sliding_window is None
-    unlike = small("olmo3", num_hidden_layers=3, layer_types=["full_attention"] * 2 + ["sliding_attention"])
+    unlike = small(
+        "olmo3", num_hidden_layers=3, layer_types=["full_attention"] * 2 + ["sliding_attention"]
+    )
     assert len(unlike.layer_types) == 3
 
 

@@ -236,6 +236,27 @@ def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
         assert change.abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("qwen3, layers", {"sliding_window": 17}),
+        ("qwen3, layers", {"layer_types": (FULL, SLIDING)}),
+        ("olmo3", {"layer_types": (SLIDING, FULL, SLIDING)}),
+        ("olmo3", {"rope_local_theta": 5e5}),
+        ("olmo3", {"rope_scaling_factor": 1.0, "rope_scaling": "llama3"}),
+        ("gemma3", {"rope_local_theta": 1e6}),
+        ("gemma3", {"query_pre_attn_scalar": 12}),
+    ],
+)
+def test_what_differs_from_layer_to_layer_makes_a_difference_too(tmp_path, name, others):
+    shape = SHAPES[name]
+    hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
+    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    changed = dataclasses.replace(shape, **others)
+    change = logits_of_ours(changed, hf, tokens) - logits_of_ours(shape, hf, tokens)
+    assert change.abs().max() > 1e-2
+
+
 ROPES_OF_LAYERS = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
