@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D width, H heads, K KV heads, E head size, V voca
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import math
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import LayeredShape, ModelShape
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -75,13 +76,15 @@ def _yarn_ramp(shape: ModelShape) -> Tensor:
 
 
 def rope_table(shape: ModelShape, positions: Tensor, device: torch.device | str) -> Tensor:
-    """Return cosines and sines at `positions` (T,), shape (2, T, E/2), fp32.
+    """Return cosines and sines at `positions` (T,) of each of the shape's R ropes.
 
-    YaRN multiplies both by its attention factor.
+    YaRN multiplies both by its attention factor. Shape (2 R, T, E/2), fp32.
     """
-    angles = torch.outer(positions.to(torch.float64), rope_frequencies(shape))
-    table = torch.stack([angles.cos(), angles.sin()]) * shape.rope_magnitude
-    return table.float().to(device)
+    tables = []
+    for each in shape.ropes:
+        angles = torch.outer(positions.to(torch.float64), rope_frequencies(each))
+        tables += [table * each.rope_magnitude for table in (angles.cos(), angles.sin())]
+    return torch.stack(tables).float().to(device)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
@@ -212,14 +215,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # Head counts come from the tensors, so that a sharded projection works as it is.
-        q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
-        )
-        q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+        q, k, v = self.project(x)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
         y: Tensor = self.wo(self.core(q, k, v, documents).transpose(1, 2).flatten(2))
         return y
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (B, T, D) to queries (B, H, T, E), and keys and values (B, K, T, E)."""
+        q, k, v = (self.heads(w(x)) for w in (self.wq, self.wk, self.wv))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Map a projection (B, T, H E) to (B, H, T, E)."""
+        # Head counts come from the tensors, so that a sharded projection works as it is.
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -264,7 +273,7 @@ class Decoder(nn.Module):
     """Tokens (B, T) to logits (B, T, V). Subclasses replace its parts, not `forward`."""
 
     block: ClassVar[type[nn.Module]] = Block
-    """Made with the shape, once a layer; maps (B, T, D) to (B, T, D)."""
+    """Made with the shape, its window the layer's, once a layer; maps (B, T, D) to (B, T, D)."""
     tensor_plan: Mapping[str, Any] = MappingProxyType(
         {
             "attention_norm": "sequence",
@@ -309,7 +318,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleDict({str(i): self.block(shape) for i in range(shape.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): self.block(_of_layer(shape, i)) for i in range(shape.num_layers)}
+        )
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
@@ -320,13 +331,14 @@ class Decoder(nn.Module):
 
         Args:
             tokens: int64.
-            rope: from `rope_table`.
+            rope: from `rope_table`; a block takes its own (2, T, E/2).
             documents: where in its sequence the document of each position begins, (B, T) int64;
                 none attends to another. None: each sequence is one document.
         """
         x = self.embedding(tokens)
-        for layer in self.layers.values():
-            x = layer(x, rope, documents)
+        for name, layer in self.layers.items():
+            first = 2 * self.shape.layer_rope(int(name))
+            x = layer(x, rope[first : first + 2], documents)
         y: Tensor = self.head(self.norm(x))
         return y
 
@@ -342,6 +354,13 @@ class Decoder(nn.Module):
             return 0.0, 0.0
         joins = name.endswith(self.residual)
         return 0.0, 0.02 / (math.sqrt(2 * self.shape.num_layers) if joins else 1.0)
+
+
+def _of_layer(shape: ModelShape, layer: int) -> ModelShape:
+    """Return `shape` with the window of layer `layer` for that of all."""
+    if isinstance(shape, LayeredShape) and shape.layer_window(layer) is None:
+        return dataclasses.replace(shape, sliding_window=None)
+    return shape
 
 
 _PARTS = ("embedding", "layers", "norm", "head")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -118,6 +118,51 @@ class CutExperts(ParallelStyle):
         return module
 
 
+class ColumnsNorm(ParallelStyle):
+    """Cuts an RMSNorm over what `columns` leaves: the mean square is that of all ranks' columns."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.weight = nn.Parameter(weight)
+        eps = module.eps
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = _SplitNorm.apply(x, module.weight.to_local(), eps, device_mesh)
+            return out
+
+        module.forward = forward
+        return module
+
+
+class _SplitNorm(torch.autograd.Function):
+    """RMSNorm of rows of which each rank has some columns, as F.rms_norm of all of them.
+
+    With s = 1 / sqrt(mean(x^2) + eps) and n = x s, the gradient of x is s (g - n mean(g n)) where
+    g is that of n: both means are over all columns. Computed in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: DeviceMesh) -> Tensor:
+        """Map x (..., width / tp) and weight (width / tp,) to the same as x."""
+        squares = all_reduce(x.float().square().sum(-1, keepdim=True), "sum", mesh)
+        ctx.mesh, ctx.width = mesh, x.shape[-1] * mesh.size()
+        scale = (squares / ctx.width + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale * weight).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Map the gradient of the output to those of x and weight."""
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = outputs[0].float(), x.float() * scale
+        inner = gradient * weight
+        total = all_reduce((inner * normal).sum(-1, keepdim=True), "sum", ctx.mesh)
+        to_x = scale * (inner - normal * (total / ctx.width))
+        to_weight = (gradient * normal).flatten(0, -2).sum(0)
+        return to_x.type_as(x), to_weight.type_as(weight), None, None
+
+
 def _styles() -> dict[str, ParallelStyle]:
     """Return what the words of `Decoder.tensor_plan` mean.
 
@@ -131,6 +176,7 @@ def _styles() -> dict[str, ParallelStyle]:
         "whole": WholeSequence(),
         # Their gradient is that of this rank's heads: as DTensors they are summed over tp.
         "heads": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "columns_norm": ColumnsNorm(),
         "experts": CutExperts(),
     }
 

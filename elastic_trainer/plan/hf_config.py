@@ -10,7 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from elastic_trainer.plan.models import FAMILIES, ModelShape, yarn_scale
+from elastic_trainer.plan.models import (
+    FAMILIES,
+    FULL,
+    SLIDING,
+    LayeredShape,
+    LocalRopeShape,
+    ModelShape,
+    yarn_scale,
+)
 from elastic_trainer.storage.typed import parse_json
 
 _OLD_CONTEXT: Final = "original_max_position_embeddings"
@@ -25,7 +33,7 @@ _MOST: Final = {"num_hidden_layers": 10_000, "num_local_experts": 1024, "num_exp
 """As of these in a job file; of other sizes 10**9."""
 # fmt: off
 _USED: Final = frozenset((
-    *_DIMENSIONS.values(), "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
+    *_DIMENSIONS.values(), "num_key_value_heads", "head_dim", "rms_norm_eps",
     "tie_word_embeddings", "model_type", "architectures", "layer_types", "rope_theta",
     "rope_scaling", "rope_parameters", "partial_rotary_factor", _OLD_CONTEXT,
 ))
@@ -71,6 +79,11 @@ _ROPE_KEYS: Final = {
     ),
 }
 """Type of RoPE -> the keys that it needs, and those with a default."""
+_BESIDE_TEXT: Final = (
+    "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
+    "image_token_index",
+)  # fmt: skip
+"""Of a config for text and images, without effect on its class of text alone."""
 _ROPE_COMMON: Final = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
@@ -98,6 +111,7 @@ def parse_hf_config(text: str) -> ModelShape:
         raise ConfigError("HF021", f"not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError("HF021", "not a JSON object; give a model's config.json")
+    raw = _text_alone(raw)
     family = _family_of(raw)
     raw = _renamed(raw, family.hf_aliases)
     _check_keys(raw, family)
@@ -111,15 +125,29 @@ def parse_hf_config(text: str) -> ModelShape:
         head_dim=0 if raw.get("head_dim") is None else _whole(raw, "head_dim"),
         norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         tie_embeddings=_flag(raw, "tie_word_embeddings"),
-        **_rope(raw),
+        **(_ropes(raw, family) if issubclass(family, LocalRopeShape) else _rope(raw, raw)),
         **_own(raw, family),
+        **(_layers(raw, sizes["num_layers"]) if issubclass(family, LayeredShape) else {}),
     )
-    layer = "full_attention" if shape.sliding_window is None else "sliding_attention"
-    if raw.get("layer_types") not in (None, [layer] * shape.num_layers):
+    layer = FULL if shape.sliding_window is None else SLIDING
+    types = raw.get("layer_types")
+    if not isinstance(shape, LayeredShape) and types not in (None, [layer] * shape.num_layers):
         raise ConfigError(
             "HF022", f"layer_types is not {layer} for each of the {shape.num_layers} layers"
         )
     return shape
+
+
+def _text_alone(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the part for text of a config for text and images, where its class is of text."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    kind = text.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or raw.get("architectures") != [family.architecture]:
+        return raw
+    return {key: value for key, value in raw.items() if key not in _BESIDE_TEXT} | text
 
 
 def _family_of(raw: dict[str, Any]) -> type[ModelShape]:
@@ -150,7 +178,11 @@ def _renamed(raw: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
 
 def _check_keys(raw: dict[str, Any], family: type[ModelShape]) -> None:
     """Refuse the first key that says more than is read here."""
-    own = {family.hf_ffn, *family.hf_fields.values(), *family.hf_ignored}
+    activation, only = family.hf_activation
+    own = {family.hf_ffn, activation, *family.hf_fields.values(), *family.hf_layers}
+    own |= {*family.hf_ignored}
+    if issubclass(family, LocalRopeShape) and family.hf_local_theta:
+        own.add(family.hf_local_theta)
     silent, fixed = _USED | _WITHOUT_EFFECT | own, family.hf_fixed
     for key, value in raw.items():
         if value is None or key in silent or key.endswith("_token_id"):
@@ -169,13 +201,65 @@ def _check_keys(raw: dict[str, Any], family: type[ModelShape]) -> None:
             )
         if value:
             raise ConfigError("HF022", f"{key} {value!r:.40} is not supported of {family.family}")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError("HF022", f"hidden_act {activation!r:.40} is not supported; only 'silu'")
+    if raw.get(activation, only) != only:
+        raise ConfigError(
+            "HF022", f"{activation} {raw[activation]!r:.40} is not supported; only {only!r}"
+        )
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    rope = _rope_dict(raw)
+def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the window and which layers see it, as briefly as it can be said."""
+    used = "use_sliding_window" not in raw or _flag(raw, "use_sliding_window")
+    window = _whole(raw, "sliding_window") if used and raw["sliding_window"] is not None else None
+    types = raw.get("layer_types")
+    if types is None:
+        types = [SLIDING if each else FULL for each in _default_windows(raw, num_layers, window)]
+    known = isinstance(types, list) and all(each in (SLIDING, FULL) for each in types)
+    if not known or len(types) != num_layers:
+        raise ConfigError(
+            "HF022", f"layer_types is not {SLIDING} or {FULL} for each of the {num_layers} layers"
+        )
+    if SLIDING not in types:
+        return {"sliding_window": None}
+    if window is None:
+        raise ConfigError("HF022", f"layer_types has {SLIDING}, but there is no sliding_window")
+    period = next(n for n in range(1, num_layers + 1) if types[n:] == types[:-n])
+    return {"sliding_window": window, "layer_types": tuple(types[:period])}
+
+
+def _default_windows(raw: dict[str, Any], num_layers: int, window: int | None) -> list[bool]:
+    """Return which layers see the window where no `layer_types` says so."""
+    if "sliding_window_pattern" in raw:
+        every = _whole(raw, "sliding_window_pattern")
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    first = _whole(raw, "max_window_layers", least=0)
+    return [window is not None and layer >= first for layer in range(num_layers)]
+
+
+def _ropes(raw: dict[str, Any], family: type[LocalRopeShape]) -> dict[str, Any]:
+    """Return what all layers' RoPE has, and what that of layers with a window has."""
+    both, key = raw.get("rope_parameters"), family.hf_local_theta
+    if both is None:
+        theta = raw[key or "rope_theta"]
+        if key is None and theta != family.hf_defaults["rope_theta"]:
+            # Versions of transformers differ in what layers with a window then have.
+            raise ConfigError(
+                "HF022", f"rope_theta {theta!r:.40} may be of some layers; use rope_parameters"
+            )
+        return {**_rope(raw, raw), "rope_local_theta": _number(raw, key or "rope_theta")}
+    if not isinstance(both, dict) or not {*both} <= {SLIDING, FULL}:
+        raise ConfigError("HF021", f"rope_parameters is not an object of {SLIDING} and {FULL}")
+    local, rest = both.get(SLIDING) or {}, {**raw, "rope_parameters": both.get(FULL)}
+    found = _rope(raw, rest)
+    alone = _rope(raw, {"rope_theta": raw[key or "rope_theta"], "rope_parameters": local})
+    if len(alone) > 1:
+        raise ConfigError("HF022", f"RoPE of {SLIDING} is scaled: {local!r:.60}; leave it alone")
+    return {**found, "rope_local_theta": alone["rope_theta"]}
+
+
+def _rope(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the RoPE that `given` has, of a config `raw`."""
+    rope = _rope_dict(given)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ConfigError(
@@ -192,7 +276,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     for key, value in rope.items():
         if value is not None and key not in {*needed, *others, *_ROPE_COMMON, _OLD_CONTEXT}:
             raise ConfigError("HF022", f"{key} {value!r:.40} is not known of RoPE scaling {kind!r}")
-    theta = {"rope_theta": _number(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)}
+    theta = {"rope_theta": _number(rope if "rope_theta" in rope else given, "rope_theta", 10000.0)}
     if kind == "default":
         return theta
     scaling = {"rope_scaling": kind, "rope_scaling_factor": _number(rope, "factor", least=1.0)}
@@ -207,7 +291,8 @@ def _rope_dict(raw: dict[str, Any]) -> dict[str, Any]:
     old, new = (raw.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if not isinstance(old, dict) or not isinstance(new, dict):
         raise ConfigError("HF021", "rope_scaling is not a JSON object")
-    if old and new and old != new:
+    theta = {"rope_theta": raw.get("rope_theta")} if old and "rope_theta" not in old else {}
+    if old and new and new not in (old, {**theta, **old}):
         raise ConfigError("HF021", "rope_scaling and rope_parameters differ; keep one of them")
     rope = old or new
     for part in (raw, rope):
@@ -269,11 +354,11 @@ def _flag(raw: dict[str, Any], key: str, *, default: bool = False) -> bool:
     return default if value is None else value
 
 
-def _whole(raw: dict[str, Any], key: str) -> int:
+def _whole(raw: dict[str, Any], key: str, *, least: int = 1) -> int:
     value, most = raw.get(key), _MOST.get(key, 10**9)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(
-            "HF021", f"{key} is {value!r:.40}; expected a whole number from 1 to {most:,}"
+            "HF021", f"{key} is {value!r:.40}; expected a whole number from {least} to {most:,}"
         )
     return value
 

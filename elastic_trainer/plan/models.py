@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeVar
 
 _T = TypeVar("_T")
+SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+"""Kinds of layers, as transformers names them: those that see `sliding_window`, and all."""
 
 
 def says(text: str) -> dict[str, str]:
@@ -51,6 +54,10 @@ class ModelShape:
     """Key of config.json -> what transformers takes where it is absent, if that is not Llama's."""
     hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias", "sliding_window")
     """Keys of config.json for what is not trained here: false, 0, null or absent."""
+    hf_activation: ClassVar[tuple[str, str]] = ("hidden_act", "silu")
+    """Key of config.json for the feed-forward's activation -> the only one that it has."""
+    hf_layers: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that say, beside `layer_types`, which layers see a window."""
     hf_fixed: ClassVar[Mapping[str, Any]] = {}
     """Key of config.json -> the only value that is trained here."""
     hf_ignored: ClassVar[tuple[str, ...]] = ()
@@ -114,6 +121,35 @@ class ModelShape:
         return None
 
     @property
+    def layer_types(self) -> tuple[str, ...]:
+        """SLIDING or FULL, of the layers in turn, from the first again after the last."""
+        return (SLIDING,)
+
+    def layer_window(self, layer: int) -> int | None:
+        """Return `sliding_window` of layer `layer`, from 0; None: it sees all before it."""
+        kind = self.layer_types[layer % len(self.layer_types)]
+        return self.sliding_window if kind == SLIDING else None
+
+    @property
+    def ropes(self) -> tuple[ModelShape, ...]:
+        """Shapes whose RoPE layers have; `layer_rope` says which."""
+        return (self,)
+
+    def layer_rope(self, layer: int) -> int:  # noqa: ARG002  of some families layers differ
+        """Return which of `ropes` layer `layer` has, from 0."""
+        return 0
+
+    @property
+    def layer_norms(self) -> int:
+        """RMSNorms of a layer, beside those of queries and keys."""
+        return 2
+
+    @property
+    def norms_in_fp32(self) -> bool:
+        """Whether norms take and keep fp32 where the forward is in bf16."""
+        return False
+
+    @property
     def attention_scale(self) -> float | None:
         """What scores of attention are multiplied by; None: 1 / sqrt(head size)."""
         return None
@@ -137,16 +173,16 @@ class ModelShape:
         """Return the number of parameters, embeddings included.
 
         Per layer: Q and O of h x (heads * head size), K and V of h x (KV heads *
-        head size), three SwiGLU matrices of h x ffn, two norms of h, and what else
-        attention has. Around them the embedding, the final norm and the head
-        (absent when tied).
+        head size), three matrices of a gated feed-forward of h x ffn, norms of h,
+        and what else attention has. Around them the embedding, the final norm and
+        the head (absent when tied).
         """
         h, size = self.dim, self.head_size
         q_dim, kv_dim = self.num_heads * size, self.num_kv_heads * size
         attention = 2 * h * q_dim + 2 * h * kv_dim
         attention += (q_dim + 2 * kv_dim) * self.attention_bias + h * self.output_bias
         attention += 2 * size * self.qk_norm
-        layer = attention + 3 * h * self.ffn_dim + 2 * h
+        layer = attention + 3 * h * self.ffn_dim + self.layer_norms * h
         tables = self.vocab_size * h * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + tables + h
 
@@ -157,29 +193,90 @@ class ModelShape:
     def flops_per_token(self, seq_len: int) -> float:
         """Return training FLOPs per token: 6 N + 12 L H E k, where a query sees k keys on average.
 
-        Source: PaLM, arXiv 2204.02311, appendix B. k is half the sequence, or what a window leaves
-        of that; N is what a token meets, without the embedding look-up, which multiplies nothing (a
-        tied table is the head too).
+        Source: PaLM, arXiv 2204.02311, appendix B. k is `mean_keys`; N is what a token meets,
+        without the embedding look-up, which multiplies nothing (a tied table is the head too).
         """
         look_up = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        window = min(self.sliding_window or seq_len, seq_len)
-        keys = window - window**2 / (2 * seq_len)
-        attention = self.num_layers * self.num_heads * self.head_size * keys
+        attention = self.num_layers * self.num_heads * self.head_size * self.mean_keys(seq_len)
         return 6.0 * (self.active_params() - look_up) + 12.0 * attention
+
+    def mean_keys(self, seq_len: int) -> float:
+        """Return how many keys a query sees, on average over positions and layers.
+
+        Half the sequence, or what a window leaves of that.
+        """
+        windows = (self.layer_window(layer) for layer in range(self.num_layers))
+        seen = (min(window or seq_len, seq_len) for window in windows)
+        return sum(keys - keys**2 / (2 * seq_len) for keys in seen) / self.num_layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2(ModelShape):
+class WindowedShape(ModelShape):
+    """Dimensions of a decoder whose layers may see a sliding window."""
+
+    sliding_window: int | None = option(
+        None,
+        "Of mistral, mixtral and families with layer_types: tokens that a position sees, itself "
+        "included; null: all.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredShape(WindowedShape):
+    """Dimensions of a decoder of which some layers may see a window, and others all."""
+
+    layer_types: tuple[str, ...] = option(
+        (SLIDING,),
+        f"Of qwen2, qwen3, olmo3 and gemma3_text: {SLIDING}, which see the window, or {FULL}, of "
+        "the layers in turn, from the first again after the last.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRopeShape(LayeredShape):
+    """Dimensions of a decoder whose layers with a window have a RoPE of their own, not scaled."""
+
+    hf_local_theta: ClassVar[str | None] = None
+    """Key of config.json for `rope_local_theta`, beside `rope_parameters`."""
+
+    rope_local_theta: float = option(
+        10000.0, "Of olmo3 and gemma3_text: rope_theta of the layers that see the window."
+    )
+
+    @property
+    def ropes(self) -> tuple[ModelShape, ...]:
+        """That of layers that see all, and that of layers with a window."""
+        local = dataclasses.replace(
+            self, rope_theta=self.rope_local_theta, rope_scaling="llama3", rope_scaling_factor=1.0
+        )
+        return (self, local)
+
+    def layer_rope(self, layer: int) -> int:
+        """Return 1 for a layer with a window."""
+        return int(self.layer_window(layer) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2(LayeredShape):
     """Dimensions of a Qwen2 or Qwen2.5 decoder (arXiv 2407.10671, 2412.15115).
 
-    Queries, keys and values have biases; all layers see the whole sequence.
+    Queries, keys and values have biases.
     """
 
     family: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
-    hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias", "use_sliding_window")
-    hf_ignored: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
+    hf_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+    hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    hf_layers: ClassVar[tuple[str, ...]] = (
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+    )
 
     @property
     def attention_bias(self) -> bool:
@@ -193,29 +290,31 @@ class Qwen2(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3(ModelShape):
-    """Dimensions of a Qwen3 decoder (arXiv 2505.09388) whose layers all see the whole sequence.
-
-    Each head's queries and keys are normalised, heads have any size.
-    """
-
-    family: ClassVar[str] = "qwen3"
-    architecture: ClassVar[str] = "Qwen3ForCausalLM"
-    hf_fields: ClassVar[Mapping[str, str]] = {"attention_bias": "attention_bias"}
-    hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
-    hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias", "use_sliding_window")
-    hf_ignored: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
+class NormedHeadsShape(ModelShape):
+    """Dimensions of a decoder that normalises each head's queries and keys, as Qwen3's do."""
 
     attention_bias: bool = option(False, "Of qwen3: the projections of attention have biases.")
 
     @property
     def qk_norm(self) -> bool:
-        """Qwen3's mark."""
+        """The mark of these."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mistral(ModelShape):
+class Qwen3(NormedHeadsShape, LayeredShape):
+    """Dimensions of a Qwen3 decoder (arXiv 2505.09388); heads have any size."""
+
+    family: ClassVar[str] = "qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    hf_fields: ClassVar[Mapping[str, str]] = {"attention_bias": "attention_bias"}
+    hf_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2.hf_defaults, "head_dim": 128}
+    hf_refused: ClassVar[tuple[str, ...]] = ("mlp_bias",)
+    hf_layers: ClassVar[tuple[str, ...]] = Qwen2.hf_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistral(WindowedShape):
     """Dimensions of a Mistral decoder (arXiv 2310.06825): attention in a sliding window."""
 
     family: ClassVar[str] = "mistral"
@@ -223,10 +322,6 @@ class Mistral(ModelShape):
     hf_fields: ClassVar[Mapping[str, str]] = {"sliding_window": "sliding_window"}
     hf_defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
     hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
-
-    sliding_window: int | None = option(
-        None, "Of mistral and mixtral: tokens that a position sees, itself included; null: all."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +352,117 @@ class Granite(ModelShape):
     def decoder(self) -> str:
         """One with these constants."""
         return "elastic_trainer.model.granite:GraniteDecoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2(ModelShape):
+    """Dimensions of an OLMo 2 decoder (arXiv 2501.00656).
+
+    Branches are normalised where they join the residual stream, not where they leave it. Queries
+    are normalised over all heads, and so are keys.
+    """
+
+    family: ClassVar[str] = "olmo2"
+    architecture: ClassVar[str] = "Olmo2ForCausalLM"
+    hf_defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    hf_refused: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys have norms; of all heads, see `num_params`."""
+        return True
+
+    @property
+    def decoder(self) -> str:
+        """One whose norms follow the branches."""
+        return "elastic_trainer.model.olmo:OlmoDecoder"
+
+    def num_params(self) -> int:
+        """Return the number of parameters: norms of queries and keys are as wide as these."""
+        wider = (self.num_heads + self.num_kv_heads - 2) * self.head_size
+        return super().num_params() + self.num_layers * wider
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3(Olmo2, LocalRopeShape):
+    """Dimensions of an OLMo 3 decoder: OLMo 2's, of whose layers some see a window."""
+
+    family: ClassVar[str] = "olmo3"
+    architecture: ClassVar[str] = "Olmo3ForCausalLM"
+    hf_defaults: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    }
+    """`sliding_window_pattern` is no key of its config.json: every fourth layer sees all."""
+    hf_layers: ClassVar[tuple[str, ...]] = ("sliding_window",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3(LocalRopeShape):
+    """Dimensions of the decoder of text of Gemma 3 (arXiv 2503.19786)."""
+
+    family: ClassVar[str] = "gemma3_text"
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    hf_fields: ClassVar[Mapping[str, str]] = {"query_pre_attn_scalar": "query_pre_attn_scalar"}
+    hf_defaults: ClassVar[Mapping[str, Any]] = {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    }
+    """The published files leave out what is as in the 4B model."""
+    hf_refused: ClassVar[tuple[str, ...]] = (
+        "attention_bias",
+        "mlp_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    )
+    hf_activation: ClassVar[tuple[str, str]] = ("hidden_activation", "gelu_pytorch_tanh")
+    hf_layers: ClassVar[tuple[str, ...]] = ("sliding_window", "sliding_window_pattern")
+    hf_ignored: ClassVar[tuple[str, ...]] = ("_sliding_window_pattern",)
+    """transformers writes it beside `layer_types`, and never reads it."""
+    hf_local_theta: ClassVar[str | None] = "rope_local_base_freq"
+
+    query_pre_attn_scalar: int = option(
+        256, "Of gemma3_text: scores of attention are divided by its square root."
+    )
+
+    @property
+    def qk_norm(self) -> bool:
+        """Of each head, as Qwen3."""
+        return True
+
+    @property
+    def layer_norms(self) -> int:
+        """Before and after each branch."""
+        return 4
+
+    @property
+    def norms_in_fp32(self) -> bool:
+        """As transformers computes 1 + w."""
+        return True
+
+    @property
+    def attention_scale(self) -> float | None:
+        """In place of 1 / sqrt(head size)."""
+        return float(self.query_pre_attn_scalar**-0.5)
+
+    @property
+    def decoder(self) -> str:
+        """One with Gemma's norms, activation and scaled embeddings."""
+        return "elastic_trainer.model.gemma:GemmaDecoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +534,7 @@ class Mixtral(Mistral, MixtureShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(Qwen3, MixtureShape):
+class Qwen3Moe(NormedHeadsShape, MixtureShape):
     """Dimensions of a Qwen3-MoE decoder (arXiv 2505.09388) all of whose layers are mixtures."""
 
     family: ClassVar[str] = "qwen3_moe"
@@ -348,13 +554,15 @@ class Qwen3Moe(Qwen3, MixtureShape):
         "num_experts_per_tok": 8,
     }
     hf_refused: ClassVar[tuple[str, ...]] = (
-        *Qwen3.hf_refused,
+        "mlp_bias",
+        "use_sliding_window",
         "output_router_logits",
         "mlp_only_layers",
     )
     hf_fixed: ClassVar[Mapping[str, Any]] = {"decoder_sparse_step": 1}
     hf_ignored: ClassVar[tuple[str, ...]] = (
-        *Qwen3.hf_ignored,
+        "sliding_window",
+        "max_window_layers",
         "router_aux_loss_coef",
         "intermediate_size",
     )
@@ -398,7 +606,18 @@ class Plugin(ModelShape):
 
 FAMILIES: Final[Mapping[str, type[ModelShape]]] = {
     family.family: family
-    for family in (ModelShape, Qwen2, Qwen3, Mistral, Mixtral, Qwen3Moe, Granite)
+    for family in (
+        ModelShape,
+        Qwen2,
+        Qwen3,
+        Mistral,
+        Mixtral,
+        Qwen3Moe,
+        Granite,
+        Olmo2,
+        Olmo3,
+        Gemma3,
+    )
 }
 """Name, as in job files and config.json -> shape."""
 
@@ -494,6 +713,44 @@ PRESETS: Final[Mapping[str, ModelShape]] = {
     "tiny-qwen3-moe": Qwen3Moe(
         **_TINY | {"ffn_dim": 96}, head_dim=24, norm_eps=1e-6, num_experts=4, experts_per_token=2
     ),
+    "olmo2-7b": Olmo2(
+        **_7B | {"num_kv_heads": 32, "ffn_dim": 11008, "vocab_size": 100352}, norm_eps=1e-6
+    ),
+    "tiny-olmo2": Olmo2(**_TINY),
+    # Layers of both kinds in each of two stages.
+    "tiny-olmo3": Olmo3(
+        **_TINY,
+        sliding_window=16,
+        layer_types=(SLIDING, FULL),
+        rope_local_theta=500000.0,
+        rope_scaling="yarn",
+        rope_scaling_factor=4.0,
+        rope_original_context=32,
+    ),
+    "gemma3-1b": Gemma3(
+        num_layers=26,
+        dim=1152,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        ffn_dim=6912,
+        vocab_size=262144,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        sliding_window=512,
+        layer_types=(*(SLIDING,) * 5, FULL),
+    ),
+    "tiny-gemma3": Gemma3(
+        **_TINY,
+        head_dim=24,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        sliding_window=16,
+        layer_types=(SLIDING, FULL),
+        query_pre_attn_scalar=20,
+    ),
 }
 """Models known by name. llama3-8b and -70b are Llama 3 (8 K of context); llama3-405b exists as
 Llama 3.1 only, with its long-context RoPE scaling (factor 8 over 8,192). mistral-7b is 0.1, the one
@@ -508,6 +765,8 @@ PUBLISHED_CONTEXT: Final[Mapping[str, int]] = {
     "mistral-7b": 32768,
     "mixtral-8x7b": 32768,
     "qwen3-30b-a3b": 40960,
+    "olmo2-7b": 4096,
+    "gemma3-1b": 32768,
 }
 """Tokens of context the published weights were trained for."""
 
@@ -518,6 +777,8 @@ _LATER: Final = (
     "rope_beta_slow",
     "rope_truncate",
     "rope_attention_factor",
+    "layer_types",
+    "sliding_window",
 )
 """Fields younger than job.json: at their defaults they are left out, and 0.1.0 reads the rest."""
 
@@ -543,4 +804,5 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
     known = {**FAMILIES, Plugin.family: Plugin}
     if family not in known:
         raise ValueError(f"model family {family!r:.40}: use the version that wrote it")
+    fields = {key: tuple(each) if isinstance(each, list) else each for key, each in fields.items()}
     return known[family](**fields)

@@ -14,7 +14,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from elastic_trainer.plan.models import PRESETS, PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.plan.models import (
+    FULL,
+    PRESETS,
+    PUBLISHED_CONTEXT,
+    SLIDING,
+    LayeredShape,
+    LocalRopeShape,
+    ModelShape,
+)
 
 CONFIG_NAME: Final = "config.json"
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -79,6 +87,8 @@ def hf_config(
     """
     # Where it is absent it is dim / heads, unless the family has a default of its own.
     has_head_dim = shape.head_dim or "head_dim" in shape.hf_defaults
+    activation, only = shape.hf_activation
+    context = context or context_of(shape)
     return {
         "architectures": [shape.architecture],
         "model_type": shape.family,
@@ -89,12 +99,12 @@ def hf_config(
         **({"head_dim": shape.head_size} if has_head_dim else {}),
         shape.hf_ffn: shape.ffn_dim,
         "vocab_size": shape.vocab_size,
-        "max_position_embeddings": context or context_of(shape),
+        "max_position_embeddings": context,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
         "rope_scaling": _rope_scaling(shape),
         "tie_word_embeddings": shape.tie_embeddings,
-        "hidden_act": "silu",
+        activation: only,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         # Of an import `own` has them; else the tokenizer knows them, the model does not. Without
@@ -104,8 +114,30 @@ def hf_config(
         "torch_dtype": dtype,
         "use_cache": True,
         **{theirs: getattr(shape, ours) for ours, theirs in shape.hf_fields.items()},
+        **(_layers(shape, context) if isinstance(shape, LayeredShape) else {}),
+        **(_ropes(shape) if isinstance(shape, LocalRopeShape) else {}),
         **(own or {}),
     }
+
+
+def _layers(shape: LayeredShape, context: int) -> dict[str, Any]:
+    """Return config.json's keys for the window; its class may want a number where none is used."""
+    windows = [shape.layer_window(layer) for layer in range(shape.num_layers)]
+    used = {"use_sliding_window": any(windows)} if "use_sliding_window" in shape.hf_layers else {}
+    return {
+        **used,
+        "sliding_window": shape.sliding_window or context,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def _ropes(shape: LocalRopeShape) -> dict[str, Any]:
+    """Return the form of transformers 5, and the key of 4 for layers with a window."""
+    theta = {"rope_theta": shape.rope_theta}
+    full = {"rope_type": "default", **(_rope_scaling(shape) or {}), **theta}
+    local = {"rope_type": "default", "rope_theta": shape.rope_local_theta}
+    older = {shape.hf_local_theta: shape.rope_local_theta} if shape.hf_local_theta else {}
+    return {**older, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any] | None:

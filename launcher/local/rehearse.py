@@ -411,6 +411,7 @@ def _model(spec: JobSpec) -> dict[str, Any]:
         "tie_embeddings",
         "attention_bias",
         "norm_topk_prob",
+        "layer_types",
         "norm_eps",
         "rope_theta",
     )

@@ -283,7 +283,8 @@ def _layer(
     forward, attention = _attention(work, degrees, machine, stack)
     params = projections + (up + 1) * expert * held
     part = width / (tp if stack.sequence_parallel else 1)
-    moved = tokens * value * (16 * part + 4 * (q + kv) + 8 * chosen * ffn)
+    norms = 5 * (shape.layer_norms - 2)  # more than Llama's, each of two reads and a write twice
+    moved = tokens * value * ((16 + norms) * part + 4 * (q + kv) + 8 * chosen * ffn)
     moved = stack.elementwise * moved + stack.norm_bytes * tokens * part + 8 * params
     elementwise = moved / memory
     recompute, again = 0.0, 0
@@ -333,9 +334,7 @@ def _attention(
             + stack.scores * tokens * seq * heads / machine.memory_bytes_s
         )
         return both / 3, both
-    window = min(shape.sliding_window or seq, seq)
-    keys = window - window**2 / (2 * seq)
-    flops = 4 * tokens * keys * heads * shape.head_size
+    flops = 4 * tokens * shape.mean_keys(seq) * heads * shape.head_size
     forward = flops / (stack.attention * machine.flash_flops)
     return forward, 3.5 * forward  # five products in backward, two in forward
 

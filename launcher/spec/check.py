@@ -6,13 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.plan.config import RECORD_FORMATS, DataSection
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import (
     FAMILIES,
+    FULL,
     PUBLISHED_CONTEXT,
+    SLIDING,
+    LayeredShape,
     MixtureShape,
     ModelShape,
     Plugin,
@@ -392,7 +395,7 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
         yield finding("HF154", "train.seq_len", message, use=[context])
 
 
-def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
+def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[Any]]]:
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
     if isinstance(shape, MixtureShape):
         experts, chosen = shape.num_experts, shape.experts_per_token
@@ -400,6 +403,12 @@ def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]
             yield "num_experts", "1 is not a mixture; say how many, or use a family without", [8]
         elif chosen > experts:
             yield "experts_per_token", f"{chosen} is more than the {experts} experts", [2]
+    if isinstance(shape, LayeredShape):
+        kinds, window = set(shape.layer_types), shape.sliding_window
+        if kinds == {SLIDING, FULL} and window is None:
+            yield "sliding_window", f"null, but layer_types has {SLIDING}; say how many", [4096]
+        elif kinds == {FULL} and window is not None:
+            yield "layer_types", f"no layer sees the sliding_window {window}", [[SLIDING]]
     if shape.num_heads % shape.num_kv_heads:
         message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
         yield "num_kv_heads", message, divisors(shape.num_heads)[:6]

@@ -248,6 +248,8 @@ class _Rank:
         self.mixture, self.chosen = shape.num_experts > 1, shape.experts_per_token
         self.part = shape.dim / (tp if stack.sequence_parallel else 1)
         """Width of what is split along the sequence instead, as if it were split here."""
+        self.norm_input = 4 / self.value if shape.norms_in_fp32 else 1.0
+        """Values that a norm keeps of each value of its input."""
         self.reduced = stack.scattered * self.part if tp > 1 else 0.0
         """Width of what the reduce-scatters leave that are not done again."""
         ends = end_weight(shape) if stack.balanced else 0.0
@@ -388,7 +390,7 @@ class _Rank:
         """
         one, logits = self.value * self.tokens, self.value * self.num_logits
         branch = self.part if self.stack.gathers_again else self.width
-        activations += one * (self.part + branch)  # the last norm's input and output
+        activations += one * (self.norm_input * self.part + branch)  # the last norm's
         if not self.stack.chunked_loss:
             yield _Moment(activations, self.logits(), head, held)
             backward = head + self.value * self.table + one * self.width
@@ -483,12 +485,12 @@ class _Rank:
                 products += self.kv  # of values, where they are as wide as their input
             return one * (self.part + products + self.q + self.reduced) + log_sums
         branch = self.part if stack.gathers_again else self.width
-        values = 2 * self.part + 2 * branch + self.q
+        values = self.norm_input * self.work.shape.layer_norms * self.part + 2 * branch + self.q
         values += 2 * self.kv * (self.layout.cp if stack.gathers_keys else 1)
         values += stack.attention_copies * self.q + self.chosen * stack.mlp_values * self.ffn
         if self.mixture:  # the router's input is split; experts' rows go in and come out
             values += self.part - branch + 2 * self.chosen * self.width
-        values += self.q + self.kv if self.work.shape.qk_norm else 0
+        values += self.norm_input * (self.q + self.kv) if self.work.shape.qk_norm else 0
         rest = 2 * stack.norm_bytes * self.tokens * self.part + log_sums
         if stack.fp8_inputs:  # of the branches, of attention's and the feed-forward's last matrix
             rest -= (self.value - 1) * self.tokens * (2 * branch + self.q + self.ffn)

@@ -26,8 +26,10 @@ from elastic_trainer.plan.config import (
 from elastic_trainer.plan.layout import AXES
 from elastic_trainer.plan.models import (
     FAMILIES,
+    Gemma3,
     Granite,
-    Mistral,
+    LayeredShape,
+    LocalRopeShape,
     MixtureShape,
     ModelShape,
     Plugin,
@@ -46,6 +48,7 @@ from launcher.spec.values import (
     FailureDomain,
     Family,
     Interface,
+    LayerTypes,
     Many,
     NotNegative,
     Order,
@@ -162,7 +165,10 @@ class ModelDimensions(SpecSection):
     rope_attention_factor: Positive | None = _shape("rope_attention_factor")
     tie_embeddings: bool = _shape("tie_embeddings")
     attention_bias: bool = setting_of(Qwen3)("attention_bias")
-    sliding_window: Count | None = setting_of(Mistral)("sliding_window")
+    sliding_window: Count | None = setting_of(LayeredShape)("sliding_window")
+    layer_types: LayerTypes = setting_of(LayeredShape)("layer_types")
+    rope_local_theta: Positive = setting_of(LocalRopeShape)("rope_local_theta")
+    query_pre_attn_scalar: Count = setting_of(Gemma3)("query_pre_attn_scalar")
     num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(MixtureShape)("num_experts")
     experts_per_token: Count = setting_of(MixtureShape)("experts_per_token")
     norm_topk_prob: bool = setting_of(Qwen3Moe)("norm_topk_prob")

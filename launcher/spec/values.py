@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from elastic_trainer.plan.command import NAMES, explain, split_command, unknown_names
 from elastic_trainer.plan.config import TRACKERS
 from elastic_trainer.plan.layout import AXES
-from elastic_trainer.plan.models import FAMILIES
+from elastic_trainer.plan.models import FAMILIES, FULL, SLIDING
 from launcher.spec.source import describe
 
 
@@ -136,6 +136,13 @@ def _order(value: tuple[str, ...]) -> tuple[str, ...]:
             f"[{listed}] must name tp, cp, pp and dp once each, innermost first; "
             "the default is [tp, cp, pp, dp]",
         )
+    return value
+
+
+def _layer_types(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value or not {*value} <= {SLIDING, FULL}:
+        message = f"[{', '.join(value)}] must name {SLIDING} or {FULL} for each layer in turn"
+        raise refuse("HF014", message)
     return value
 
 
@@ -281,6 +288,7 @@ ValueText = Annotated[
 ]
 DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
+LayerTypes = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_layer_types)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
 Tracker = Annotated[str, AfterValidator(_tracker), WithJsonSchema({"enum": list(TRACKERS)})]
 Trackers = Many[Tracker]

@@ -86,7 +86,8 @@ def cases() -> Iterator[Case]:
 def families() -> Iterator[Case]:
     """Yield each axis, and cp with tp, of the other families of models."""
     axes = ({"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"cp": 2, "tp": 2})
-    for kind in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe", "granite"):
+    kinds = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe", "granite")
+    for kind in (*kinds, "olmo2", "olmo3", "gemma3"):
         for degrees in axes:
             yield Case(ParallelLayout(**degrees), f"tiny-{kind}", micro_batch=5)
     alone = {"dp": 2, "ep": 2}

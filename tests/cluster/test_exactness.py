@@ -217,6 +217,7 @@ def test_bf16_agrees_with_one_process_unless_gradients_are_reduced_in_bf16(tmp_p
 
 IN_SAMPLE = (
     "tiny-qwen3 dp1-pp1-cp1-tp2",
+    "tiny-olmo3 dp1-pp1-cp1-tp2",
     "tiny-mistral dp1-pp1-cp2-tp1",
     "tiny-mixtral dp2-pp1-cp1-tp1-ep2",
 )

@@ -174,7 +174,7 @@ def small(kind, **changes):
 
 def test_what_a_family_leaves_out_is_transformers_default():
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
-    for kind in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "granite"):
+    for kind in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "granite", "olmo2"):
         theirs = transformers.AutoConfig.for_model(kind, **SMALL)
         ours = small(kind)
         assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -183,6 +183,89 @@ def test_what_a_family_leaves_out_is_transformers_default():
         assert ours.tie_embeddings == theirs.tie_word_embeddings
         assert ours.norm_eps == theirs.rms_norm_eps
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": "SFSSFSS"}),
+        ("olmo3", {}),
+        ("olmo3", {"sliding_window": 8, "layer_types": "FFFFFFF"}),
+        ("olmo3", {"rope_scaling": {**YARN, "attention_factor": 1.2}, "rope_theta": 500000.0}),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"sliding_window_pattern": 3, "rope_local_base_freq": 77.0}),
+        ("gemma3_text", {"sliding_window_pattern": 1, "sliding_window": None}),
+        ("gemma3_text", {"layer_types": "FSFSSSS", "_sliding_window_pattern": 6}),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5.0},
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3.0},
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+        ),
+    ],
+)
+def test_each_layer_has_the_window_and_the_rope_that_transformers_gives_it(kind, given):
+    """What the file says, and what transformers makes of it: of both the same is read."""
+    transformers = pytest.importorskip("transformers", reason="needs the dev extra")
+    given = {
+        **SMALL,
+        "num_hidden_layers": 7,
+        "architectures": [FAMILIES[kind].architecture],
+        **given,
+    }
+    if "layer_types" in given:
+        names = {"S": "sliding_attention", "F": "full_attention"}
+        given["layer_types"] = [names[each] for each in given["layer_types"]]
+    theirs = transformers.AutoConfig.for_model(kind, **given).to_dict()
+    ours = parse_hf_config(json.dumps({"model_type": kind, **given}))
+    assert ours == parse_hf_config(json.dumps(theirs))
+    assert [ours.layer_window(layer) for layer in range(7)] == [
+        theirs["sliding_window"] if each == "sliding_attention" else None
+        for each in theirs["layer_types"]
+    ]
+    if kind in ("olmo3", "gemma3_text"):
+        for layer, each in enumerate(theirs["layer_types"]):
+            rope, want = ours.ropes[ours.layer_rope(layer)], theirs["rope_parameters"][each]
+            assert rope.rope_theta == want["rope_theta"]
+            assert rope.rope_scaling_factor == want.get("factor", 1.0)
+            assert rope.rope_magnitude == want.get("attention_factor", 1.0)
+
+
+def test_layers_are_said_as_briefly_as_they_can_be():
+    gemma3 = small("gemma3_text", num_hidden_layers=26)
+    assert gemma3.layer_types == ("sliding_attention",) * 5 + ("full_attention",)
+    assert small("olmo3", layer_types=["full_attention"] * 2).sliding_window is None
+    unlike = small(
+        "olmo3", num_hidden_layers=3, layer_types=["full_attention"] * 2 + ["sliding_attention"]
+    )
+    assert len(unlike.layer_types) == 3
+
+
+def test_a_config_for_images_too_is_read_where_its_class_is_of_text():
+    text = {**SMALL, "model_type": "gemma3_text", "sliding_window": 8}
+    both = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text,
+        "vision_config": {"hidden_size": 5}, "mm_tokens_per_image": 256, "image_token_index": 7,
+    }  # fmt: skip
+    assert parse_hf_config(json.dumps(both)) == parse_hf_config(json.dumps(text))
+    for changes, key in (
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "model_type 'gemma3'"),
+        ({"audio_config": {"hidden_size": 5}}, "audio_config"),
+        ({"text_config": {**text, "final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+    ):
+        with pytest.raises(ConfigError, match=key) as caught:
+            parse_hf_config(json.dumps({**both, **changes}))
+        assert caught.value.code == "HF022"
 
 
 def test_a_family_has_fields_of_its_own():
@@ -204,10 +287,31 @@ def test_a_family_has_fields_of_its_own():
 @pytest.mark.parametrize(
     ("kind", "changes", "code", "message"),
     [
-        ("qwen2", {"use_sliding_window": True}, "HF022", "use_sliding_window True"),
+        ("qwen2", {"use_sliding_window": 1}, "HF021", "use_sliding_window is 1"),
+        ("qwen2", {"max_window_layers": -1}, "HF021", "max_window_layers is -1"),
         ("qwen2", {"attention_bias": False}, "HF022", "attention_bias False is not known"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "HF022", "layer_types"),
-        ("qwen3", {"use_sliding_window": True}, "HF022", "use_sliding_window True"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "HF022", "layer_types"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "HF022", "layer_types"),
+        ("qwen3_moe", {"use_sliding_window": True}, "HF022", "use_sliding_window True"),
+        ("olmo2", {"attention_bias": True}, "HF022", "attention_bias True"),
+        ("olmo2", {"sliding_window": 8}, "HF022", "sliding_window 8 is not known of olmo2"),
+        ("olmo3", {"sliding_window": None}, "HF022", "no sliding_window"),
+        ("olmo3", {"sliding_window_pattern": 2}, "HF022", "sliding_window_pattern 2 is not known"),
+        ("olmo3", {"rope_theta": 10000.0}, "HF022", "use rope_parameters"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "HF022", "attn_logit_softcapping 50.0"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "HF022", "final_logit_softcapping"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "HF022", "use_bidirectional"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "HF022", "hidden_activation 'silu'"),
+        ("gemma3_text", {"hidden_act": "silu"}, "HF022", "hidden_act 'silu' is not known"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "HF021", "sliding_window_pattern is 0"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "HF021", "rope_parameters"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "HF022",
+            "RoPE of sliding_attention",
+        ),
         ("mistral", {"attention_bias": True}, "HF022", "attention_bias True"),
         ("mistral", {"sliding_window": 0}, "HF021", "sliding_window is 0"),
         ("mistral", {"sliding_window": True}, "HF021", "sliding_window is True"),

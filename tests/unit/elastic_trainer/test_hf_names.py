@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from elastic_trainer.model.decoder import build
 from elastic_trainer.plan.hf_config import parse_hf_config
 from elastic_trainer.plan.models import (
+    FULL,
     PRESETS,
+    SLIDING,
+    Gemma3,
     Granite,
     Mistral,
     ModelShape,
+    Olmo2,
+    Olmo3,
     Qwen2,
     Qwen3,
     Qwen3Moe,
@@ -65,10 +70,37 @@ def of_family(family, base, **own):
     return family(**dataclasses.asdict(base) | {"head_dim": base.head_size}, **own)
 
 
+windows = st.sampled_from([{}, {"sliding_window": 4096}]) | st.fixed_dictionaries(
+    {
+        "sliding_window": st.integers(1, 9999),
+        "layer_types": st.sampled_from([(SLIDING, FULL), (FULL, SLIDING, SLIDING)]),
+    }
+)
+
+
+def layered(family, base, window, **own):
+    """Of layers enough that the pattern is the briefest way to say it."""
+    return of_family(family, dataclasses.replace(base, num_layers=6), **window, **own)
+
+
 shapes = st.one_of(
     llamas,
-    st.builds(partial(of_family, Qwen2), llamas),
-    st.builds(partial(of_family, Qwen3), llamas, attention_bias=st.booleans()),
+    st.builds(partial(layered, Qwen2), llamas, windows),
+    st.builds(partial(layered, Qwen3), llamas, windows, attention_bias=st.booleans()),
+    st.builds(partial(of_family, Olmo2), llamas),
+    st.builds(
+        partial(layered, Olmo3),
+        llamas,
+        windows,
+        rope_local_theta=st.sampled_from([10000.0, 500000.0]),
+    ),
+    st.builds(
+        partial(layered, Gemma3),
+        llamas,
+        windows,
+        rope_local_theta=st.sampled_from([10000.0, 500000.0]),
+        query_pre_attn_scalar=st.integers(1, 999),
+    ),
     st.builds(
         partial(of_family, Qwen3Moe),
         llamas,

@@ -18,11 +18,16 @@ from torch.nn import functional as F  # noqa: N812
 from elastic_trainer.model.decoder import build, rope_frequencies, rope_table
 from elastic_trainer.plan.hf_config import parse_hf_config
 from elastic_trainer.plan.models import (
+    FULL,
     PRESETS,
+    SLIDING,
+    Gemma3,
     Granite,
     Mistral,
     Mixtral,
     ModelShape,
+    Olmo2,
+    Olmo3,
     Qwen2,
     Qwen3,
     Qwen3Moe,
@@ -41,6 +46,7 @@ DIMENSIONS = {"num_layers": 3, "dim": 64, "num_heads": 8, "num_kv_heads": 2, "ff
               "vocab_size": 200}  # fmt: skip
 SCALES = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
           "logits_scaling": 3.0}  # fmt: skip
+LAYERS = {"sliding_window": 16, "layer_types": (SLIDING, SLIDING, FULL)}
 BASE = ModelShape(**DIMENSIONS)
 SCALED = dataclasses.replace(
     PRESETS["llama3-405b"],
@@ -81,6 +87,31 @@ SHAPES = {
     "qwen3_moe, rescaled": Qwen3Moe(
         **DIMENSIONS, num_experts=5, experts_per_token=3, norm_topk_prob=True, attention_bias=True
     ),
+    "qwen2, layers": Qwen2(**DIMENSIONS, sliding_window=16, layer_types=(FULL, SLIDING, SLIDING)),
+    "qwen3, layers": Qwen3(**DIMENSIONS, sliding_window=16, layer_types=(SLIDING, FULL)),
+    "olmo2": Olmo2(**DIMENSIONS),
+    "olmo2 tied": Olmo2(**DIMENSIONS, head_dim=24, tie_embeddings=True),
+    "olmo3": Olmo3(
+        **DIMENSIONS,
+        **LAYERS,
+        rope_local_theta=1e4,
+        rope_scaling="yarn",
+        rope_scaling_factor=4.0,
+        rope_original_context=32,
+    ),
+    "olmo3, all": Olmo3(**DIMENSIONS),
+    "gemma3": Gemma3(
+        **DIMENSIONS,
+        **LAYERS,
+        head_dim=24,
+        tie_embeddings=True,
+        query_pre_attn_scalar=11,
+        rope_theta=1e6,
+        rope_local_theta=100.0,
+        rope_scaling="linear",
+        rope_scaling_factor=8.0,
+    ),
+    "gemma3, not tied": Gemma3(**DIMENSIONS, **LAYERS),
 }
 
 
@@ -109,8 +140,12 @@ def loaded(shape, path):
 
 def weights_of(shape):
     """Values of the size that training gives, so that logits are of order one."""
-    return {name: 1 + 0.1 * t if "norm" in name else 0.1 * t
+    return {name: norm_mean(shape) + 0.1 * t if "norm" in name else 0.1 * t
             for name, t in random_weights(shape, torch.float32).items()}  # fmt: skip
+
+
+def norm_mean(shape):
+    return build(shape).initial("norm.weight")[0]
 
 
 @pytest.mark.process
@@ -202,7 +237,46 @@ def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
         assert change.abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("qwen3, layers", {"sliding_window": 17}),
+        ("qwen3, layers", {"layer_types": (FULL, SLIDING)}),
+        ("olmo3", {"layer_types": (SLIDING, FULL, SLIDING)}),
+        ("olmo3", {"rope_local_theta": 5e5}),
+        ("olmo3", {"rope_scaling_factor": 1.0, "rope_scaling": "llama3"}),
+        ("gemma3", {"rope_local_theta": 1e6}),
+        ("gemma3", {"query_pre_attn_scalar": 12}),
+    ],
+)
+def test_what_differs_from_layer_to_layer_makes_a_difference_too(tmp_path, name, others):
+    shape = SHAPES[name]
+    hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
+    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    changed = dataclasses.replace(shape, **others)
+    change = logits_of_ours(changed, hf, tokens) - logits_of_ours(shape, hf, tokens)
+    assert change.abs().max() > 1e-2
+
+
+ROPES_OF_LAYERS = {
+    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+}
 CONFIGS = {
+    "olmo2": ({}, Olmo2(**DIMENSIONS, rope_theta=1e6)),
+    "olmo3": ({"sliding_window": 16, "rope_parameters": ROPES_OF_LAYERS},
+              Olmo3(**DIMENSIONS, sliding_window=16, rope_theta=1e6, rope_local_theta=100.0,
+                    rope_scaling="linear", rope_scaling_factor=8.0)),
+    "gemma3_text": ({"sliding_window": 16, "sliding_window_pattern": 2, "head_dim": 24,
+                     "query_pre_attn_scalar": 30, "rope_parameters": ROPES_OF_LAYERS},
+                    Gemma3(**DIMENSIONS, sliding_window=16, layer_types=(SLIDING, FULL),
+                           head_dim=24, query_pre_attn_scalar=30, tie_embeddings=True,
+                           norm_eps=1e-6, rope_theta=1e6, rope_local_theta=100.0,
+                           rope_scaling="linear", rope_scaling_factor=8.0)),
+    "qwen3 of two kinds of layers": (
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16, "head_dim": 24},
+        Qwen3(**DIMENSIONS, sliding_window=16, layer_types=(FULL, SLIDING, SLIDING), head_dim=24,
+              norm_eps=1e-6, rope_theta=1e6)),
     "granite": (SCALES, Granite(**DIMENSIONS, **SCALES, norm_eps=1e-6, rope_theta=1e6)),
     "qwen2": ({"tie_word_embeddings": True},
               Qwen2(**DIMENSIONS, tie_embeddings=True, norm_eps=1e-6, rope_theta=1e6)),
@@ -222,22 +296,24 @@ CONFIGS = {
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_transformers_saves_of_a_family_gives_its_logits_here(tmp_path, kind):
     own, shape = CONFIGS[kind]
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **own,
-    )  # fmt: skip
+    given = {
+        "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(shape.family, **{**given, **own})
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, param in theirs.named_parameters():
-            param.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            param.normal_(norm_mean(shape) if "norm" in name else 0.0, 0.1)
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
     done = import_hf(tmp_path / "hf", tmp_path / "run", run_id="r")
     assert done.shape == shape
     export_run(tmp_path / "run", done.shape, tmp_path / "out")
     assert equal_bits(read_hf(tmp_path / "out"), read_hf(tmp_path / "hf"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == shape.family
     tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
@@ -248,7 +324,11 @@ def test_what_transformers_saves_of_a_family_gives_its_logits_here(tmp_path, kin
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "name", ["yarn", "qwen2 tied", "qwen3", "mistral", "mixtral", "qwen3_moe", "granite tied"]
+    "name",
+    [
+        *("yarn", "qwen2 tied", "qwen3", "mistral", "mixtral", "qwen3_moe", "granite tied"),
+        *("qwen3, layers", "olmo2", "olmo3", "gemma3"),
+    ],
 )
 def test_training_has_the_losses_of_transformers(tmp_path, name):
     """SGD, whose steps are proportional to the gradients: the next loss shows wrong ones."""

@@ -36,6 +36,10 @@ def test_a_family_has_its_own_keys(make_spec):
     mistral = make_spec(model(family="mistral", sliding_window=4096)).shape
     assert mistral == Mistral(**DIMS, sliding_window=4096)
     assert make_spec(model(family="mistral", sliding_window=None)).shape.sliding_window is None
+    given = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma3 = make_spec(model(family="gemma3_text", **given, query_pre_attn_scalar=7)).shape
+    assert [gemma3.layer_window(layer) for layer in range(4)] == [8, None, 8, None]
+    assert (gemma3.attention_scale, gemma3.rope_local_theta) == (7**-0.5, 10000.0)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "mistral-7b", "mixtral-8x7b"])
@@ -49,10 +53,16 @@ def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"family": "qwen"}, "HF014 model.family: ... 'qwen' ... use llama, qwen2, qwen3, mistral or granite"),
+        ({"family": "qwen"}, "HF014 model.family: ... 'qwen' ... use llama, qwen2, qwen3, mistral, granite, olmo2, olmo3 or gemma3_text"),
         ({"sliding_window": 8}, "HF016 model.sliding_window: ... llama"),
         ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: ... mistral"),
         ({"family": "mistral", "sliding_window": 0}, "HF013 model.sliding_window"),
+        ({"family": "qwen3", "sliding_window": 8, "layer_types": ["full_attention"]}, "HF023 model.layer_types: ... 8"),
+        ({"family": "olmo3", "layer_types": ["sliding_attention", "full_attention"]}, "HF023 model.sliding_window: null"),
+        ({"family": "qwen3", "layer_types": ["other"]}, "HF014 model.layer_types"),
+        ({"family": "qwen3", "layer_types": []}, "HF014 model.layer_types"),
+        ({"family": "qwen3", "rope_local_theta": 5}, "HF016 model.rope_local_theta: ... qwen3"),
+        ({"family": "olmo2", "sliding_window": 8}, "HF016 model.sliding_window: ... olmo2"),
         ({"family": "mixtral"}, "HF023 model.num_experts: 1"),
         ({"family": "mixtral", "num_experts": 4, "experts_per_token": 5}, "HF023 model.experts_per_token: 5 ... 4 experts; use 2"),
         ({"num_experts": 8}, "HF016 model.num_experts: ... llama"),
@@ -73,7 +83,7 @@ def test_what_does_not_belong_to_the_model_is_refused(keys, message, mistakes):
 
 def test_the_family_that_has_a_key_is_offered(mistakes):
     (line,) = mistakes(model(sliding_window=8))
-    assert "model.family: mistral" in line
+    assert "model.family: qwen2, qwen3, mistral, olmo3" in line
 
 
 def test_a_config_json_says_its_family(tmp_path, job_text):
@@ -139,6 +149,7 @@ def test_weights_of_one_family_do_not_start_another():
     before, now = (family(**DIMS, head_dim=8) for family in (Qwen3, Mistral))
     assert [each.key for each in forbidden_shape(before, now)] == [
         "model.family",
+        "model.layer_types",
         "model.attention_bias",
     ]
     assert not forbidden_shape(Mistral(**DIMS), Mistral(**DIMS, head_dim=8))
