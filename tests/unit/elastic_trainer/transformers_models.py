@@ -1,0 +1,215 @@
+"""Tiny models of transformers' own classes, and their training here and by plain torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.plan.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    OptimizerConfig,
+    TrainConfig,
+    TrainSection,
+)
+from elastic_trainer.plan.ladder import Ladder, Rung
+from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.plan.models import FAMILIES, Transformers
+from elastic_trainer.train.engine import Engine
+from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_square_sum,
+    learning_rate,
+    set_learning_rate,
+)
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+with warnings.catch_warnings():
+    # Of its imports, not of what is tested.
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+CPU = torch.device("cpu")
+STEPS, GLOBAL_BATCH, SEQ_LEN, VOCABULARY = 3, 4, 24, 128
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 96, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128, "sliding_window": 8, "n_inner": 96,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "state_size": 8,
+    "ffn_hidden_size": 96, "ffn_dim": 96, "decoder_layers": 2, "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96, "embedding_size": 64, "rotary_dim": 8, "lru_width": 64, "d_ff": 96,
+    "d_kv": 16,
+}  # fmt: skip
+"""In place of those of a class's own default config, where it has them."""
+
+
+def tiny_shape(kind: str, **values: object) -> Transformers:
+    """Return the shape of a small model of `kind`, transformers' `model_type`, without dropout."""
+    config = _tiny(kind, **values)
+    text = json.dumps(config.to_dict(), sort_keys=True, separators=(",", ":"))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(param.numel() for param in model.parameters())
+    tied = bool(getattr(model, "all_tied_weights_keys", None))
+    return Transformers(
+        num_layers=2, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=VOCABULARY,
+        tie_embeddings=tied, config=text, params=count, active=count,
+    )  # fmt: skip
+
+
+def _tiny(kind: str, **values: object) -> transformers.PreTrainedConfig:
+    made = CONFIG_MAPPING[kind]
+    default = made()
+    given = {k: v for k, v in SIZES.items() if getattr(default, k, None) is not None}
+    for key, value in vars(default).items():
+        if ("drop" in key or "jitter" in key) and isinstance(value, float):
+            given[key] = 0.0
+        elif key in ("pad_token_id", "bos_token_id", "eos_token_id") and value is not None:
+            given[key] = 1
+    return made(**{**given, **values})
+
+
+def chosen(seed: int, number: int) -> list[str]:
+    """Return `number` kinds of causal models that no family here is, and that can be made tiny."""
+    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(FAMILIES))
+    random.Random(seed).shuffle(kinds)
+    found: list[str] = []
+    while len(found) < number:
+        if _runs(kind := kinds.pop()):
+            found.append(kind)
+    return found
+
+
+def _runs(kind: str) -> bool:
+    """Return whether transformers makes a tiny one that trains."""
+    try:
+        shape = tiny_shape(kind)
+        if shape.params > 2e6:
+            return False
+        model = plain(shape)
+        model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
+    except Exception:  # noqa: BLE001  sizes that do not fit together
+        return False
+    return True
+
+
+def plain(shape: Transformers) -> transformers.PreTrainedModel:
+    """Return transformers' model as transformers makes it, in fp32."""
+    config = transformers.AutoConfig.for_model(**json.loads(shape.config))
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def tokens(step: int) -> Tensor:
+    """Return the global batch of `step`, with one token more for the targets."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(2, VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+
+
+def config_of(shape: Transformers, layout: ParallelLayout, **train: object) -> TrainConfig:
+    """Return the job: micro-batches of one sequence, warm-up, and a norm that is always clipped."""
+    given = {"precision": "fp32", "recompute": "none", **train}
+    rounds = micro_batches_per_rank(GLOBAL_BATCH, layout.dp)
+    return TrainConfig(
+        name="t", run_id="run-1", model_name="tiny", model=shape, gpus_per_node=1, device="cpu",
+        ladder=Ladder((Rung(num_nodes=layout.world_size, layout=layout, micro_batches=rounds),)),
+        train=TrainSection(
+            seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, steps=STEPS, seed=7,
+            optimizer=OptimizerConfig(lr=3e-3, warmup_steps=1, clip_norm=0.5), **given,
+        ),
+        data=DataSection(path="/nowhere"), checkpoint=CheckpointSection(dir="/nowhere"),
+        elastic=ElasticSection(start_ceiling_s=40.0),
+    )  # fmt: skip
+
+
+def train(config: TrainConfig, weights: dict[str, Tensor] | None = None) -> list[list[float]]:
+    """Return loss and gradient norm of each step of this rank's engine; collective.
+
+    `weights`: what it begins with, whole; None: its initial values.
+    """
+    layout = config.ladder.rungs[0].layout
+    engine = Engine(config, config.ladder.rungs[0], dist.get_rank(), CPU)
+    engine.allocate()
+    initialise(engine.model, config.train.seed)
+    if weights is not None:
+        for name, param in engine.model.theirs.named_parameters():
+            param.data.copy_(weights[name])
+    optimizer = build_optimizer(engine.model, config.train.optimizer)
+    found = []
+    for step in range(1, STEPS + 1):
+        loss_sum = engine.forward_backward(_batches(step, layout.dp, engine.coordinate["dp"]),
+                                           GLOBAL_BATCH * SEQ_LEN)  # fmt: skip
+        sums = torch.stack([loss_sum, gradient_square_sum(engine.model)])
+        dist.all_reduce(sums)
+        loss, norm = sums[0].item() / (GLOBAL_BATCH * SEQ_LEN), sums[1].item() ** 0.5
+        _update(engine.model, optimizer, norm, step, config)
+        found.append([loss, norm])
+    return found
+
+
+def _batches(step: int, dp: int, rank: int) -> Iterator[MicroBatch]:
+    each = GLOBAL_BATCH // dp
+    for row in tokens(step)[rank * each : (rank + 1) * each].unsqueeze(1):
+        yield MicroBatch(row[:, :-1], row[:, 1:])
+
+
+def _update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    norm: float,
+    step: int,
+    config: TrainConfig,
+) -> None:
+    clip_gradients(model, norm, config.train.optimizer.clip_norm)
+    set_learning_rate(optimizer, learning_rate(step, steps=STEPS, config=config.train.optimizer))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def train_plain(model: transformers.PreTrainedModel, config: TrainConfig) -> list[list[float]]:
+    """Return the same of transformers and torch.optim.AdamW alone, all of a batch at once."""
+    given = config.train.optimizer
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.ndim >= 2], "weight_decay": given.weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(given.beta1, given.beta2),
+        eps=given.eps,
+    )
+    found = []
+    for step in range(1, STEPS + 1):
+        batch = tokens(step)
+        logits = model.train()(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, given.clip_norm).item()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=STEPS, config=given)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.item(), norm])
+    return found
+
+
+def weights_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Return copies of a model's parameters by name."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
