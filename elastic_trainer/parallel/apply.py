@@ -20,9 +20,11 @@ from torch.utils.checkpoint import (
 
 from elastic_trainer.model.decoder import CausalAttention, CausalModel, ModelError
 from elastic_trainer.model.mixture import Experts
+from elastic_trainer.model.transformers_model import TransformersModel
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
+from elastic_trainer.parallel.transformers_plan import apply_plan
 from elastic_trainer.state.state import clean_name
 from elastic_trainer.worker.torch_private import (
     all_to_all_single_autograd,
@@ -69,7 +71,10 @@ def parallelize(
         for block in stage.blocks().values():
             _split_experts(block, meshes.ep)
     if meshes.tp is not None:
-        apply_tensor_parallel(stage, meshes.tp)
+        if isinstance(stage, TransformersModel):
+            apply_plan(stage, meshes.tp)
+        else:
+            apply_tensor_parallel(stage, meshes.tp)
     for name, block in stage.blocks().items():
         if meshes.cp is not None:
             _gather_keys(block, meshes.cp)

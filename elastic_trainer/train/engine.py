@@ -17,6 +17,7 @@ from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
 from elastic_trainer.parallel.pipeline import Pipeline, add_copys_gradient, cut_stages
 from elastic_trainer.parallel.tensor import token_loss_sum
+from elastic_trainer.parallel.transformers_plan import check_gradients
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import split_layers, stages_of_rank
@@ -66,6 +67,8 @@ class Engine:
         if config.train.compile:
             mark_compiling(mark)
         self._sharded = bool(self.stages) or isinstance(self.model, FSDPModule)
+        self._checks_gradients = self.meshes.tp is not None
+        """In the first step, whether transformers' plan is whole."""
         self.tied: Tensor | None = None
         """On both ends of a pipeline the table of tied embeddings, of which each has a copy."""
 
@@ -111,6 +114,10 @@ class Engine:
         loss_sum = self._run(micro_batches, backward=True)
         if self.tied is not None and self.meshes.pp is not None:
             add_copys_gradient(self.tied, self.meshes.pp)
+        if self._checks_gradients and isinstance(self.model, TransformersModel):
+            self._checks_gradients = False
+            assert self.meshes.tp is not None
+            check_gradients(self.model, self.meshes.tp)
         if not self._sharded:
             for param in self.model.parameters():
                 if param.grad is None and param.requires_grad:  # an idle expert's; FSDP's is zero

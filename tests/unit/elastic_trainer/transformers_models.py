@@ -156,7 +156,7 @@ def train(config: TrainConfig, weights: dict[str, Tensor] | None = None) -> list
     for step in range(1, STEPS + 1):
         loss_sum = engine.forward_backward(_batches(step, layout.dp, engine.coordinate["dp"]),
                                            GLOBAL_BATCH * SEQ_LEN)  # fmt: skip
-        sums = torch.stack([loss_sum, gradient_square_sum(engine.model)])
+        sums = torch.stack([loss_sum, gradient_square_sum(engine.model, tp=layout.tp)])
         dist.all_reduce(sums)
         loss, norm = sums[0].item() / (GLOBAL_BATCH * SEQ_LEN), sums[1].item() ** 0.5
         _update(engine.model, optimizer, norm, step, config)
