@@ -139,7 +139,7 @@ class TransformersModel(CausalModel):
 
 
 def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
-    """Return the class's instance, and how its parameters begin."""
+    """Return the class's instance, and by name how its parameters begin."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker asks the network for nothing
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, initialization
@@ -149,21 +149,18 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
             f"transformers cannot be imported on this node ({error}): pip install "
             "'holdfast-ml[transformers]'",
         ) from error
-    raw = json.loads(shape.config)
     # transformers' own default is sdpa too, but not of classes that have none.
     attention = None if shape.attention == "sdpa" else shape.attention
+    notes = _Notes()
     try:
-        config = AutoConfig.for_model(**raw)
-        rules: dict[int, InitialRule] = {}
-        with initialization.no_init_weights(), _parameters_on_meta(rules):
+        config = AutoConfig.for_model(**json.loads(shape.config))
+        with notes.taken(initialization), _large_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config,
                 trust_remote_code=False,
                 attn_implementation=attention,
                 dtype=torch.float32,
             )
-        _note_initialisation(model, initialization, rules)
-        model.tie_weights(recompute_mapping=False)
     except Exception as error:
         raise ModelError(
             "HF335",
@@ -171,8 +168,13 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
             f"{error}): fix model, or use another version of transformers",
         ) from error
     _refuse(model)
-    return model, {name: rules[id(param)] for name, param in model.named_parameters()
-                   if id(param) in rules}  # fmt: skip
+    rules = {
+        name: rule
+        for name, param in model.named_parameters()
+        if (rule := notes.rule_of(param)) is not None
+    }
+    _to_meta(model)
+    return model, rules
 
 
 def _refuse(model: Any) -> None:
@@ -187,37 +189,30 @@ def _refuse(model: Any) -> None:
 
 
 @contextmanager
-def _parameters_on_meta(rules: dict[int, InitialRule]) -> Iterator[None]:
-    """Have modules register parameters without memory; buffers get their values as ever.
-
-    `rules` gets what the modules give to small parameters themselves.
-    """
+def _large_on_meta() -> Iterator[None]:
+    """Have modules register large parameters without memory."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            value, known = param.detach(), param.__dict__
-            param = nn.Parameter(value.to("meta"), requires_grad=param.requires_grad)
-            param.__dict__.update(known)
-            if value.numel() <= SMALL and value.isfinite().all():
-                rules[id(param)] = InitialRule(whole=value.float().clone())
-        register(module, name, param)
+        large = param is not None and param.numel() > SMALL and not param.is_meta
+        register(module, name, _meta(param) if large else param)
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta), _EmptyIsNan():
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
         yield
 
 
-class _EmptyIsNan(TorchFunctionMode):
-    """Has small tensors that nobody has written to hold NaN, so that they are known."""
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in _EMPTY and made.is_floating_point() and made.numel() <= SMALL:
-            made.fill_(math.nan)
-        return made
+def _to_meta(model: nn.Module) -> None:
+    """Take the memory from all parameters; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, made.setdefault(id(param), _meta(param)))
 
 
-_EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+def _meta(param: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
 
 
 def _owners(model: nn.Module) -> dict[int, set[int]]:
@@ -268,70 +263,87 @@ def _names_of_ends(
 # -- How parameters begin -------------------------------------------------------------------------
 
 
-def _note_initialisation(model: Any, initialization: Any, rules: dict[int, InitialRule]) -> None:
-    """Put into `rules` what the class's own initialisation does to each parameter, by its id.
+class _Notes:
+    """What is done to each parameter while its module is made and initialised.
 
-    It runs on the meta device, with notes taken in place of transformers' functions, which all
-    classes use. What it does to a parameter in another way is not known: then there is no rule.
+    transformers' functions, which all classes use, do it to small parameters as ever; to large
+    ones, which are on the meta device, it is only noted.
     """
 
-    def noting(function: Callable[..., Tensor], rule_of: _RuleOf) -> Callable[..., Tensor]:
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[Tensor, int, InitialRule | None]] = {}
+        """By id: the tensor, which keeps the id its own, and its version after what was noted."""
+
+    @contextmanager
+    def taken(self, initialization: Any) -> Iterator[None]:
+        """Take notes of functions of module `initialization`, and of torch.nn.init's."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(SEED)
+            for name, rule_of in _RULES.items():
+                noting = self._noting(getattr(initialization, name), rule_of)
+                stack.enter_context(mock.patch.object(initialization, name, noting))
+            stack.enter_context(initialization.guard_torch_init_functions())
+            stack.enter_context(_EmptyIsNan())
+            yield
+
+    def rule_of(self, param: Tensor) -> InitialRule | None:
+        """Return how `param` begins; None: not known."""
+        _, version, rule = self._noted.get(id(param), (param, -1, None))
+        if version == param._version and rule is not None:  # noqa: SLF001
+            return rule
+        if param.is_meta or not param.isfinite().all():
+            return None
+        return InitialRule(whole=param.detach().float().clone())
+
+    def _noting(self, function: Callable[..., Tensor], rule_of: _RuleOf) -> Callable[..., Tensor]:
         signature = inspect.signature(function)
 
         def note(*args: Any, **kwargs: Any) -> Tensor:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            tensor = given.arguments.pop("tensor")
+            tensor, *_ = given.arguments.values()
             if not tensor.is_meta:
-                return function(*args, **kwargs)
-            rule, whole = rule_of(tensor, **given.arguments), tensor._base  # noqa: SLF001
-            if whole is None:
-                rules[id(tensor)] = rule
-            elif rule == InitialRule() and id(whole) in rules:  # zeros of one row
-                row = tensor.storage_offset() // whole.stride(0)
-                rules[id(whole)] = replace(rules[id(whole)], zero_row=row)
+                function(*args, **kwargs)
+            rule, of = rule_of(*given.arguments.values()), tensor
+            if (whole := tensor._base) is not None:  # noqa: SLF001
+                of, _, rule = self._noted.get(id(whole), (whole, 0, None))
+                if rule is not None and function.__name__ == "zeros_":  # of one row
+                    row = tensor.storage_offset() // whole.stride(0)
+                    rule = replace(rule, zero_row=row)
+            self._noted[id(of)] = of, of._version, rule  # noqa: SLF001
             return tensor
 
         return note
 
-    before = {id(param): param._version for param in model.parameters()}  # noqa: SLF001
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_MadeOnCpu())
-        torch.manual_seed(SEED)
-        for name, rule_of in _RULES.items():
-            noted = noting(getattr(initialization, name), rule_of)
-            stack.enter_context(mock.patch.object(initialization, name, noted))
-        model.initialize_weights()
-    for param in model.parameters():
-        if param._version != before[id(param)]:  # noqa: SLF001
-            rules.pop(id(param), None)
 
-
-class _MadeOnCpu(TorchFunctionMode):
-    """Has values that are to be made on the meta device made on the CPU."""
+class _EmptyIsNan(TorchFunctionMode):
+    """Has small tensors that nobody has written to hold NaN, so that they are known."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if given.get("device") == torch.device("meta"):
-            given = {**given, "device": torch.device("cpu")}
-        return func(*args, **given)
+        made = func(*args, **(kwargs or {}))
+        if func in _EMPTY and made.is_floating_point() and made.numel() <= SMALL:
+            made.fill_(math.nan)
+        return made
 
 
-_RuleOf = Callable[..., InitialRule]
-"""Called with the tensor and the function's other arguments, by name."""
+_EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+
+_RuleOf = Callable[..., InitialRule | None]
+"""Called with the tensor and the function's other arguments, in their order."""
 
 
 def _constant(_tensor: Tensor, val: float = 0.0) -> InitialRule:
     return InitialRule(mean=val)
 
 
-def _normal(_tensor: Tensor, mean: float, std: float, **_: object) -> InitialRule:
+def _normal(_tensor: Tensor, mean: float, std: float, *_: object) -> InitialRule:
     return InitialRule(mean=mean, deviation=std)
 
 
 def _cut_normal(
-    _tensor: Tensor, mean: float, std: float, a: float, b: float, **_: object
+    _tensor: Tensor, mean: float, std: float, a: float, b: float, *_: object
 ) -> InitialRule:
     """Return the moments of normal values of which only those from `a` to `b` are kept."""
     if std == 0.0:
@@ -344,16 +356,16 @@ def _cut_normal(
     return InitialRule(mean=mean + std * shift, deviation=std * math.sqrt(variance))
 
 
-def _uniform(_tensor: Tensor, a: float, b: float, **_: object) -> InitialRule:
+def _uniform(_tensor: Tensor, a: float, b: float, *_: object) -> InitialRule:
     return InitialRule(mean=(a + b) / 2, deviation=(b - a) / math.sqrt(12))
 
 
-def _xavier(tensor: Tensor, gain: float, **_: object) -> InitialRule:
+def _xavier(tensor: Tensor, gain: float, *_: object) -> InitialRule:
     return InitialRule(deviation=gain * math.sqrt(2 / sum(_fans(tensor))))
 
 
 def _kaiming(
-    tensor: Tensor, a: float, mode: str, nonlinearity: str, **_: object
+    tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object
 ) -> InitialRule:
     fan_in, fan_out = _fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)
@@ -366,8 +378,9 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
     return fan_in * math.prod(window), fan_out * math.prod(window)
 
 
-def _given(tensor: Tensor, other: Tensor) -> InitialRule:
-    return InitialRule(whole=other.float().expand(tensor.shape))
+def _given(tensor: Tensor, other: Tensor) -> InitialRule | None:
+    known = tensor.is_meta and not other.is_meta  # of a small one it is known what it is then
+    return InitialRule(whole=other.float().expand(tensor.shape)) if known else None
 
 
 _RULES: Final[Mapping[str, _RuleOf]] = {

@@ -57,6 +57,8 @@ def apply_plan(model: TransformersModel, mesh: DeviceMesh) -> None:
     modules = dict(model.theirs.named_modules())
     plan = _plan_of(model, modules)
     for name, style in plan.items():
+        if style == "replicate":
+            continue
         kind, made = _STYLES.get(style, (None, ColwiseParallel))
         if kind is None or not isinstance(modules.get(name), kind):
             raise ModelError(

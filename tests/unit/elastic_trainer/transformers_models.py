@@ -78,6 +78,8 @@ def _tiny(kind: str, **values: object) -> transformers.PreTrainedConfig:
     made = CONFIG_MAPPING[kind]
     default = made()
     given = {k: v for k, v in SIZES.items() if getattr(default, k, None) is not None}
+    if "qk_rope_head_dim" in given:
+        given["head_dim"] = given["qk_rope_head_dim"]
     for key, value in vars(default).items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float):
             given[key] = 0.0
