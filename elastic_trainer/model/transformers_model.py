@@ -142,7 +142,7 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     """Return the class's instance, and by name how its parameters begin."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker asks the network for nothing
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, initialization
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, initialization
     except ImportError as error:
         raise ModelError(
             "HF334",
@@ -153,7 +153,8 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     attention = None if shape.attention == "sdpa" else shape.attention
     notes = _Notes()
     try:
-        config = AutoConfig.for_model(**json.loads(shape.config))
+        raw = json.loads(shape.config)
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         with notes.taken(initialization), _large_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -180,6 +181,8 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
 def _refuse(model: Any) -> None:
     """Raise where training it here would be something else than what the class does."""
     kind = type(model).__name__
+    if scalars := [name for name, param in model.named_parameters() if not param.ndim]:
+        raise ModelError("HF335", f"{kind}: {scalars[0]} is a scalar, which FSDP does not cut")
     for key, value in model.config.to_dict().items():
         is_on = isinstance(value, float) and value > 0.0
         if is_on and "drop" in key and "classifier" not in key:

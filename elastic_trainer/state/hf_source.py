@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +48,7 @@ from elastic_trainer.state.hf_names import (
 from elastic_trainer.storage.files import open_regular, read_regular
 from elastic_trainer.storage.typed import parse_json
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """That become fp32 without loss."""
 _PIECE_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 100_000_000
@@ -68,8 +69,8 @@ class TensorSource:
             OSError: a file cannot be read any more.
         """
         entry = self._metadata.state_dict_metadata[name]
-        sizes = torch.Size([stop - start, *entry.size[1:]])
-        offsets = torch.Size([start, *(0 for _ in entry.size[1:])])
+        sizes = torch.Size([stop - start, *entry.size[1:]] if entry.size else [])
+        offsets = torch.Size([start, *(0 for _ in entry.size[1:])] if entry.size else [])
         target = torch.empty(sizes, dtype=dtype)
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
         items = create_read_items_for_chunk_list(name, entry, [chunk])
@@ -280,11 +281,11 @@ class HFSource:
                 f"{where} has size {list(entry.size)}, {CONFIG_NAME} makes it {list(size)}: use "
                 "the config that belongs to the files",
             )
-        if entry.properties.dtype not in _DTYPES:
+        if entry.properties.dtype not in DTYPES:
             raise InputError(
                 "HF326",
                 f"{where} is {_text(entry.properties.dtype)}; read are "
-                f"{', '.join(map(_text, _DTYPES))}: convert it with "
+                f"{', '.join(map(_text, DTYPES))}: convert it with "
                 "transformers, or use the published weights before quantization",
             )
 
