@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from elastic_trainer.model.transformers_probe import SIZES, small_config
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan.config import (
     CheckpointSection,
@@ -44,20 +45,8 @@ with warnings.catch_warnings():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CPU = torch.device("cpu")
-STEPS, GLOBAL_BATCH, SEQ_LEN, VOCABULARY = 3, 4, 24, 128
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 96, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128, "sliding_window": 8, "n_inner": 96,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "state_size": 8,
-    "ffn_hidden_size": 96, "ffn_dim": 96, "decoder_layers": 2, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96, "embedding_size": 64, "rotary_dim": 8, "lru_width": 64, "d_ff": 96,
-    "d_kv": 16,
-}  # fmt: skip
-"""In place of those of a class's own default config, where it has them."""
+STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 24
+VOCABULARY = SIZES["vocab_size"]
 
 
 def tiny_shape(kind: str, **values: object) -> Transformers:
@@ -75,17 +64,10 @@ def tiny_shape(kind: str, **values: object) -> Transformers:
 
 
 def _tiny(kind: str, **values: object) -> transformers.PreTrainedConfig:
-    made = CONFIG_MAPPING[kind]
-    default = made()
-    given = {k: v for k, v in SIZES.items() if getattr(default, k, None) is not None}
-    if "qk_rope_head_dim" in given:
-        given["head_dim"] = given["qk_rope_head_dim"]
-    for key, value in vars(default).items():
-        if ("drop" in key or "jitter" in key) and isinstance(value, float):
-            given[key] = 0.0
-        elif key in ("pad_token_id", "bos_token_id", "eos_token_id") and value is not None:
-            given[key] = 1
-    return made(**{**given, **values})
+    default = vars(CONFIG_MAPPING[kind]())
+    random = ("drop", "jitter")  # is not trained here
+    off = {k: 0.0 for k, v in default.items() if isinstance(v, float) and any(map(k.count, random))}
+    return small_config(kind, {**off, **values}, num_hidden_layers=2)
 
 
 def chosen(seed: int, number: int) -> list[str]:
