@@ -70,28 +70,26 @@ def _tiny(kind: str, **values: object) -> transformers.PreTrainedConfig:
     return small_config(kind, {**off, **values}, num_hidden_layers=2)
 
 
-def chosen(seed: int, number: int) -> list[str]:
-    """Return `number` kinds of causal models that no family here is, and that can be made tiny."""
-    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(FAMILIES))
-    random.Random(seed).shuffle(kinds)
-    found: list[str] = []
-    while len(found) < number:
-        if _runs(kind := kinds.pop()):
-            found.append(kind)
-    return found
+def kinds(seed: int) -> Iterator[str]:
+    """Yield the kinds of causal models that no family here is, in the order of `seed`."""
+    found = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(FAMILIES))
+    random.Random(seed).shuffle(found)
+    yield from found
 
 
-def _runs(kind: str) -> bool:
-    """Return whether transformers makes a tiny one that trains."""
-    try:
-        shape = tiny_shape(kind)
-        if shape.params > 2e6:
-            return False
-        model = plain(shape)
-        model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
-    except Exception:  # noqa: BLE001  sizes that do not fit together
-        return False
-    return True
+def small_models(seed: int) -> Iterator[tuple[str, Transformers, transformers.PreTrainedModel]]:
+    """Yield those that transformers makes small ones of that train; sizes may not fit together."""
+    for kind in kinds(seed):
+        try:
+            shape = tiny_shape(kind)
+            if shape.params > 2e6:
+                continue
+            model = plain(shape)
+            model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
+        except Exception:  # noqa: BLE001
+            continue
+        model.zero_grad(set_to_none=True)
+        yield kind, shape, model
 
 
 def plain(shape: Transformers) -> transformers.PreTrainedModel:
@@ -192,6 +190,20 @@ def train_plain(model: transformers.PreTrainedModel, config: TrainConfig) -> lis
         optimizer.zero_grad()
         found.append([loss.item(), norm])
     return found
+
+
+def train_each(
+    names: list[str], layout: ParallelLayout, values: dict[str, object], options: dict[str, object]
+) -> dict[str, list[list[float]]]:
+    """Return what `train` does of small models of these kinds; a job of `run_world`.
+
+    `values` are of their configs, `options` of the job's `train`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, of slow kernels and the like
+        return {
+            name: train(config_of(tiny_shape(name, **values), layout, **options)) for name in names
+        }
 
 
 def weights_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
