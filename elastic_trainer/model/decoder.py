@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D width, H heads, K KV heads, E head size, V voca
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import hashlib
 import importlib
@@ -269,7 +270,48 @@ class Block(nn.Module):
         return y
 
 
-class Decoder(nn.Module):
+class CausalModel(nn.Module, abc.ABC):
+    """What the engine and `parallel/` ask of a model, beside its `forward`.
+
+    `forward` maps tokens (B, T) int64, what `positions` returned, and `documents` to logits
+    (B, T, V); see `Decoder.forward`.
+    """
+
+    shape: ModelShape
+    has_head: bool
+    """Whether `forward` returns logits: not that of an earlier stage of a pipeline."""
+    whole_logits: ClassVar[bool] = False
+    """Whether logits are whole on every rank of tp: else each has its part of the vocabulary."""
+
+    @abc.abstractmethod
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return by their name in the model those modules that are wrapped each by itself."""
+
+    @abc.abstractmethod
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the modules around the blocks that are gathered together: at first, and at last.
+
+        What is in no block and neither end is gathered for the whole of a forward and backward.
+        """
+
+    @abc.abstractmethod
+    def allocate(self, device: torch.device) -> None:
+        """Give a model on the meta device memory; values of parameters come later."""
+
+    @abc.abstractmethod
+    def tie(self) -> None:
+        """Make one parameter again of those that `allocate` has separated."""
+
+    @abc.abstractmethod
+    def positions(self, positions: Tensor, device: torch.device) -> Tensor:
+        """Return what `forward` takes for tokens at `positions` (T,)."""
+
+    @abc.abstractmethod
+    def initial_values(self, name: str, size: torch.Size, rows: range, seed: int) -> Tensor:
+        """Return rows of the initial value of parameter `name`, see `initial_rows`."""
+
+
+class Decoder(CausalModel):
     """Tokens (B, T) to logits (B, T, V). Subclasses replace its parts, not `forward`."""
 
     block: ClassVar[type[nn.Module]] = Block
@@ -341,6 +383,42 @@ class Decoder(nn.Module):
             x = layer(x, rope[first : first + 2], documents)
         y: Tensor = self.head(self.norm(x))
         return y
+
+    @property
+    def has_head(self) -> bool:  # type: ignore[override]
+        """Not of a stage whose head is another's."""
+        return not isinstance(self.head, nn.Identity)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the layers."""
+        return {f"layers.{name}": block for name, block in self.layers.items()}
+
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return embedding, and norm with head; tied tables are together."""
+        last = [self.norm, self.head] if self.has_head else []
+        if isinstance(self.embedding, nn.Identity):
+            return [], last
+        if last and self.shape.tie_embeddings:
+            return [], [self.embedding, *last]
+        return [self.embedding], last
+
+    def allocate(self, device: torch.device) -> None:
+        """Give all parameters memory; there are no buffers."""
+        self.to_empty(device=device)
+
+    def tie(self) -> None:
+        """Make head and embedding one, if they are tied."""
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def positions(self, positions: Tensor, device: torch.device) -> Tensor:
+        """Return cosines and sines, see `rope_table`."""
+        return rope_table(self.shape, positions, device)
+
+    def initial_values(self, name: str, size: torch.Size, rows: range, seed: int) -> Tensor:
+        """Return rows of the initial value of parameter `name`, as `initial` says."""
+        mean, deviation = self.initial(name)
+        return initial_rows(name, size, rows, seed, mean=mean, deviation=deviation)
 
     def initial(self, name: str) -> tuple[float, float]:
         """Return mean and standard deviation of the initial values of parameter `name`.

@@ -18,11 +18,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from elastic_trainer.model.decoder import CausalAttention, Decoder, ModelError, initial_rows
+from elastic_trainer.model.decoder import CausalAttention, CausalModel, ModelError
 from elastic_trainer.model.mixture import Experts
+from elastic_trainer.model.transformers_model import TransformersModel
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
+from elastic_trainer.parallel.transformers_plan import apply_plan
 from elastic_trainer.state.state import clean_name
 from elastic_trainer.worker.torch_private import (
     all_to_all_single_autograd,
@@ -44,7 +46,7 @@ _EXPENSIVE = {
 
 
 def parallelize(
-    stage: Decoder,
+    stage: CausalModel,
     meshes: Meshes,
     *,
     precision: str,
@@ -63,20 +65,23 @@ def parallelize(
         float8: multiply the blocks' matrices in float8; with bf16 only.
     """
     if float8:
-        for block in stage.layers.values():
+        for block in stage.blocks().values():
             use_float8(block, emulated=meshes.fsdp.device_type == "cpu")
     if meshes.ep is not None:
-        for block in stage.layers.values():
+        for block in stage.blocks().values():
             _split_experts(block, meshes.ep)
     if meshes.tp is not None:
-        apply_tensor_parallel(stage, meshes.tp)
-    for name, block in stage.layers.items():
+        if isinstance(stage, TransformersModel):
+            apply_plan(stage, meshes.tp)
+        else:
+            apply_tensor_parallel(stage, meshes.tp)
+    for name, block in stage.blocks().items():
         if meshes.cp is not None:
             _gather_keys(block, meshes.cp)
         if recompute != "none":
             split = meshes.tp is not None
             block = _recomputed(block, recompute, scattered=split)  # noqa: PLW2901
-            stage.layers[name] = block
+            stage.set_submodule(name, block)
         if compile_blocks:
             block.compile(fullgraph=True)
     _shard(stage, meshes, precision)
@@ -171,7 +176,7 @@ def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:
         setattr(parent, name, GatheredAttention(mesh, child.window, child.scale))
 
 
-def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
+def _shard(stage: CausalModel, meshes: Meshes, precision: str) -> None:
     """Wrap each block, each table and what is left, so that each is gathered when it is needed.
 
     Groups are torchtitan's (torchtitan/distributed/fsdp.py): the embedding, every block, and the
@@ -188,22 +193,19 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     # parameters for each of them again would cost more than keeping them.
     keep = meshes.pp is not None
     shard = partial(fully_shard, mesh=meshes.fsdp, mp_policy=policy)
-    for block in stage.layers.values():
+    for block in stage.blocks().values():
         for module in block.modules():
             if isinstance(module, SplitExperts):
                 shard(module, mesh=meshes.experts, reshard_after_forward=not keep)
         shard(block, reshard_after_forward=not keep)
-    ends = [part for part in (stage.norm, stage.head) if not isinstance(part, nn.Identity)]
-    first, last = (not isinstance(part, nn.Identity) for part in (stage.embedding, stage.head))
-    if first and last and stage.shape.tie_embeddings:
-        shard([stage.embedding, *ends], reshard_after_forward=False)
-    else:
-        if first:
-            shard(stage.embedding, reshard_after_forward=not keep)
-            # Its gradient does not depend on its values.
-            stage.embedding.set_unshard_in_backward(unshard_in_backward=False)
-        if ends:
-            shard(ends, reshard_after_forward=False)
+    first, last = stage.ends()
+    for embedding in first:
+        # Its gradient does not depend on its values.
+        shard(embedding, reshard_after_forward=not keep).set_unshard_in_backward(
+            unshard_in_backward=False
+        )
+    if last:
+        shard(last, reshard_after_forward=False)
     shard(stage, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
@@ -255,7 +257,7 @@ def _keep_some(
     return contexts
 
 
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(model: CausalModel, seed: int) -> None:
     """Give a sharded model its initial values; the same ones in every layout.
 
     Each rank makes only the rows it keeps (`initial_rows`), and of those all columns.
@@ -265,10 +267,7 @@ def initialise(model: Decoder, seed: int) -> None:
             local = param.to_local() if isinstance(param, DTensor) else param
             part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
-            mean, deviation = model.initial(clean_name(name))
-            values = initial_rows(
-                clean_name(name), param.shape, rows, seed, mean=mean, deviation=deviation
-            )
+            values = model.initial_values(clean_name(name), param.shape, rows, seed)
             local.copy_(values[(slice(None), *part[1:])])
 
 

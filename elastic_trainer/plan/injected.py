@@ -71,7 +71,7 @@ def _starve(trainer: Any) -> None:
 
 def _slow(trainer: Any) -> None:
     stage = next(iter(trainer.engine.stages), trainer.engine.model)
-    first = next(iter(stage.layers.values()))
+    first = next(iter(stage.blocks().values()))
     first.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic_trainer.board.state import Commit
 from elastic_trainer.model.decoder import ModelError
-from elastic_trainer.plan.models import raw_of, shape_of
+from elastic_trainer.plan.models import Transformers, raw_of, shape_of
 from elastic_trainer.state.collective import FAILURES
 from elastic_trainer.state.errors import CheckpointError, InputError
 from elastic_trainer.state.hf_convert import export_hf, import_hf
@@ -111,9 +111,19 @@ def _export(
     return {"files": list(done.files), "bytes": done.size_bytes, "num_params": done.num_params}
 
 
-def _import(report: _Reporter, *, hf: str, run: str, run_id: str | None = None) -> dict[str, Any]:
+def _import(
+    report: _Reporter,
+    *,
+    hf: str,
+    run: str,
+    run_id: str | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`model`: of transformers' own class; None: the family that config.json names."""
     run_id = run_id or f"import-{uuid.uuid4().hex[:12]}"
-    done = import_hf(Path(hf), Path(run), run_id=run_id, on_progress=report)
+    shape = None if model is None else shape_of(model)
+    assert shape is None or isinstance(shape, Transformers), model
+    done = import_hf(Path(hf), Path(run), run_id=run_id, shape=shape, on_progress=report)
     return {
         "files": list(done.files),
         "bytes": done.size_bytes,

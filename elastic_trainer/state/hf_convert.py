@@ -44,9 +44,10 @@ from torch.distributed.checkpoint.planner import (
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
-from elastic_trainer.model.decoder import build
+from elastic_trainer.model.decoder import Decoder, build
+from elastic_trainer.model.transformers_model import TransformersModel
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import ModelShape, Plugin
+from elastic_trainer.plan.models import ModelShape, Plugin, Transformers
 from elastic_trainer.state import hf_names
 from elastic_trainer.state.errors import CheckpointError, DamagedError, InputError
 from elastic_trainer.state.hf_source import HFSource, TensorSource
@@ -55,6 +56,7 @@ from elastic_trainer.state.reader import CheckpointReader
 from elastic_trainer.state.save import Writer
 from elastic_trainer.state.state import MODEL, RNG, STEP, TRAINER
 from elastic_trainer.state.storage import CheckpointStorage
+from elastic_trainer.state.transformers_files import Conversion, TransformersSource
 from elastic_trainer.storage import model_files
 from elastic_trainer.storage.files import fsync
 from elastic_trainer.storage.model_files import (
@@ -146,20 +148,11 @@ def export_hf(
         ModelError: that decoder cannot be used.
         CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot be written.
     """
-    model = build(shape, code)
-    if isinstance(shape, Plugin) and model.hf_config is None:
-        raise InputError(
-            "HF328",
-            f"{shape.decoder} has no hf_config, so nothing could load an export: add the class "
-            "attribute, with architectures and model_type, or read the checkpoint with DCP",
-        )
-    sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    try:
-        names = {name: hf_names.to_hf(name, model.hf_names) for name in sizes}
-    except KeyError as error:
-        raise InputError(
-            "HF328", f"{shape.decoder} has no name for {error} in hf_names: add it"
-        ) from error
+    form = (
+        _own_form(shape)
+        if isinstance(shape, Transformers)
+        else _form_of(build(shape, code), shape)
+    )
     with _appearing(out_dir, what="output directory", may_be_empty=False) as temp:
         special, context = _accompany(temp, tokenizer, beside, context)
         try:
@@ -167,8 +160,7 @@ def export_hf(
                 temp,
                 storage,
                 commit,
-                sizes=sizes,
-                names=names,
+                form=form,
                 dtype=DTYPES[dtype],
                 max_file_bytes=max_file_bytes,
                 on_progress=on_progress,
@@ -179,13 +171,10 @@ def export_hf(
                 f"{storage.root / commit.dir}: {error}: bring back what was saved, or export "
                 "another checkpoint of the run",
             ) from error
-        own = {**special, **(model.hf_config or {})}
-        config = hf_names.hf_config(shape, dtype, context, own)
-        text = json.dumps(config, indent=2) + "\n"
+        text = json.dumps(form.config(dtype, special, context), indent=2) + "\n"
         (temp / hf_names.CONFIG_NAME).write_text(text, encoding="utf-8")
         made = {path.name: path.stat().st_size for path in sorted(temp.iterdir())}
-    num_params = sum(map(math.prod, sizes.values()))
-    return Exported(tuple(made), sum(made.values()), num_params)
+    return Exported(tuple(made), sum(made.values()), form.num_params)
 
 
 def import_hf(
@@ -193,20 +182,24 @@ def import_hf(
     run_dir: Path,
     *,
     run_id: str,
+    shape: Transformers | None = None,
     on_progress: Progress = lambda *_: None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> Imported:
     """Make `run_dir` with the weights of `source_dir` as its checkpoint of step 0.
 
     `run_dir` is new or empty; it appears whole or not at all. Its folder `hf` has the source's
-    config.json, tokenizer and what else exports take along. `max_chunk_bytes` bounds the memory; a
-    row is never split.
+    config.json, tokenizer and what else exports take along. `shape`: of transformers' own class,
+    whose names and tensors they become; None: of the family that config.json names.
+    `max_chunk_bytes` bounds the memory; a row is never split, nor what transformers makes of
+    several tensors.
 
     Raises:
         InputError: the source cannot be used (see HFSource); HF321, `run_dir` is not empty.
+        ModelError: transformers' class cannot be built.
         CheckpointError: HF322, `run_dir` cannot be written.
     """
-    source = HFSource(source_dir)
+    source = HFSource(source_dir) if shape is None else TransformersSource(source_dir, shape)
     with _appearing(run_dir, what="run directory", may_be_empty=True) as temp:
         storage = CheckpointStorage(temp / "checkpoints")
         storage.root.mkdir()
@@ -317,13 +310,103 @@ def _write_items(name: str, tensor: LazyTensor, max_chunk_bytes: int) -> Iterato
 # --- the two sides -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a model is exported."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+    """What a checkpoint of it holds, by our names."""
+    tensors: Callable[[Callable[[str, torch.dtype, int, int], Tensor], torch.dtype], Tensors]
+    """Called with what reads rows of ours, and the dtype of the files; returns what they hold."""
+    config: Callable[[str, Mapping[str, Any], int | None], dict[str, Any]]
+    """(dtype, ids of special tokens, context in tokens) -> the content of config.json."""
+    num_params: int
+
+
+Tensors = dict[str, LazyTensor]
+
+
+def _form_of(model: Decoder, shape: ModelShape) -> Form:
+    """Return how a decoder is exported: each parameter under Hugging Face's name.
+
+    Raises:
+        InputError: HF328.
+    """
+    if isinstance(shape, Plugin) and model.hf_config is None:
+        raise InputError(
+            "HF328",
+            f"{shape.decoder} has no hf_config, so nothing could load an export: add the class "
+            "attribute, with architectures and model_type, or read the checkpoint with DCP",
+        )
+    sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    try:
+        names = {name: hf_names.to_hf(name, model.hf_names) for name in sizes}
+    except KeyError as error:
+        raise InputError(
+            "HF328", f"{shape.decoder} has no name for {error} in hf_names: add it"
+        ) from error
+    return Form(
+        sizes=sizes,
+        tensors=lambda read, dtype: {
+            names[name]: LazyTensor(size, dtype, partial(read, name, dtype))
+            for name, size in sizes.items()
+        },
+        config=lambda dtype, special, context: hf_names.hf_config(
+            shape, dtype, context, {**special, **(model.hf_config or {})}
+        ),
+        num_params=sum(map(math.prod, sizes.values())),
+    )
+
+
+def _own_form(shape: Transformers) -> Form:
+    """Return how transformers' own class is exported: as its save_pretrained does."""
+    model = TransformersModel(shape).theirs
+    state = model.state_dict()
+    kept = {name: each for name, each in state.items() if name not in model.all_tied_weights_keys}
+
+    def tensors(
+        read: Callable[[str, torch.dtype, int, int], Tensor], dtype: torch.dtype
+    ) -> dict[str, LazyTensor]:
+        given = {
+            name: each.to("meta", dtype if each.is_floating_point() else each.dtype)
+            for name, each in kept.items()
+        }
+
+        def load(name: str) -> Tensor:
+            like = given[name]
+            return read(name, like.dtype, 0, len(like) if like.ndim else 1)
+
+        files = Conversion(model, given, load, saving=True)
+
+        def rows(name: str, start: int, stop: int) -> Tensor:
+            made = files.read(name)
+            return made[start:stop] if made.ndim else made
+
+        return {
+            name: LazyTensor(tuple(each.shape), each.dtype, partial(rows, name))
+            for name, each in files.made.items()
+        }
+
+    raw = json.loads(shape.config)
+    return Form(
+        sizes={name: tuple(each.shape) for name, each in state.items()},
+        tensors=tensors,
+        config=lambda dtype, special, _context: {
+            **raw,
+            **special,
+            "architectures": [type(model).__name__],
+            "dtype": dtype,
+        },
+        num_params=sum(param.numel() for param in model.parameters()),
+    )
+
+
 def _export_weights(
     temp: Path,
     storage: CheckpointStorage,
     commit: Commit,
     *,
-    sizes: Mapping[str, tuple[int, ...]],
-    names: Mapping[str, str],
+    form: Form,
     dtype: torch.dtype,
     max_file_bytes: int,
     on_progress: Progress,
@@ -336,14 +419,9 @@ def _export_weights(
     storage.verify(commit.dir, manifest, [METADATA_NAME])
     reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
     metadata = reader.read_metadata()
-    _check_model(metadata, sizes)
+    _check_model(metadata, form.sizes)
     source = TensorSource(reader, metadata)
-    tensors = {
-        names[name]: LazyTensor(
-            size, dtype, partial(_read_stored, source, f"{MODEL}.{name}", dtype)
-        )
-        for name, size in sizes.items()
-    }
+    tensors = form.tensors(partial(_read_stored, source), dtype)
     sizes_bytes = {name: tensor.num_bytes for name, tensor in tensors.items()}
     checked_bytes = sum(entry.size_bytes for entry in manifest.files.values())
     progress = _ByteCount(on_progress, checked_bytes + sum(sizes_bytes.values()))
@@ -380,7 +458,7 @@ def _read_stored(
     source: TensorSource, name: str, dtype: torch.dtype, start: int, stop: int
 ) -> Tensor:
     try:
-        return source.read(name, start, stop, dtype)
+        return source.read(f"{MODEL}.{name}", start, stop, dtype)
     except OSError as error:
         raise DamagedError(f"{error.filename}: {error.strerror}") from error
 
@@ -412,13 +490,16 @@ def _size(size: tuple[int, ...] | None) -> str:
     return "absent" if size is None else str(list(size))
 
 
-def _first_state(source: HFSource) -> dict[str, LazyTensor]:
+def _first_state(source: HFSource | TransformersSource) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint of step 0, by the names of state.py."""
+    transformers = isinstance(source, TransformersSource)
     tensors = {
-        f"{MODEL}.{name}": LazyTensor(size, torch.float32, partial(source.read, name))
+        f"{MODEL}.{name}": LazyTensor(
+            size, source.dtypes[name] if transformers else torch.float32, partial(source.read, name)
+        )
         for name, size in source.sizes.items()
     }
-    if source.shape.tie_embeddings:  # as the trainer's own checkpoints have it
+    if source.shape.tie_embeddings and not transformers:  # as the trainer's own checkpoints have it
         tensors[f"{MODEL}.{hf_names.HEAD}"] = tensors[f"{MODEL}.{hf_names.EMBEDDING}"]
     rng = torch.Generator().manual_seed(0).get_state()
     tensors[f"{TRAINER}.{STEP}"] = LazyTensor((), torch.int64, lambda *_: torch.tensor(0))

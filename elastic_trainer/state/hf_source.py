@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError
@@ -48,7 +49,7 @@ from elastic_trainer.state.hf_names import (
 from elastic_trainer.storage.files import open_regular, read_regular
 from elastic_trainer.storage.typed import parse_json
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """That become fp32 without loss."""
 _PIECE_BYTES = 256 << 20
 """Of rows that are read at once here."""
@@ -70,8 +71,8 @@ class TensorSource:
             OSError: a file cannot be read any more.
         """
         entry = self._metadata.state_dict_metadata[name]
-        sizes = torch.Size([stop - start, *entry.size[1:]])
-        offsets = torch.Size([start, *(0 for _ in entry.size[1:])])
+        sizes = torch.Size([stop - start, *entry.size[1:]] if entry.size else [])
+        offsets = torch.Size([start, *(0 for _ in entry.size[1:])] if entry.size else [])
         target = torch.empty(sizes, dtype=dtype)
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
         items = create_read_items_for_chunk_list(name, entry, [chunk])
@@ -149,10 +150,13 @@ class HFSource:
             rows = self._rows(theirs, start, stop)
             num_nan += int(rows.isnan().sum())
             num_inf += int(rows.isinf().sum())
+        return self._bad_values(theirs, num_nan, num_inf, math.prod(size))
+
+    def _bad_values(self, theirs: str, num_nan: int, num_inf: int, num: int) -> InputError:
         return InputError(
             "HF329",
             f"{self._file_of[theirs]}: {theirs} has {num_nan} NaN and {num_inf} infinite of "
-            f"{math.prod(size)} values, so every loss would be NaN: download the file again and "
+            f"{num} values, so every loss would be NaN: download the file again and "
             "compare its sha256 with the one published, or use a checkpoint from before the "
             "training that made it went wrong",
         )
@@ -305,11 +309,11 @@ class HFSource:
                 f"{where} has size {list(entry.size)}, {CONFIG_NAME} makes it {list(size)}: use "
                 "the config that belongs to the files",
             )
-        if entry.properties.dtype not in _DTYPES:
+        if entry.properties.dtype not in DTYPES:
             raise InputError(
                 "HF326",
                 f"{where} is {_text(entry.properties.dtype)}; read are "
-                f"{', '.join(map(_text, _DTYPES))}: convert it with "
+                f"{', '.join(map(_text, DTYPES))}: convert it with "
                 "transformers, or use the published weights before quantization",
             )
 

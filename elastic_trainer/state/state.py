@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from elastic_trainer.state.offload import WORTH_BYTES, fault_in, foreach_copy, start_idle
 from elastic_trainer.worker.torch_private import dtensor_like, local_of
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Prefixes that torch.compile and activation checkpointing put into names."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_theirs.")
+"""Prefixes that torch.compile, activation checkpointing and TransformersModel put into names."""
 
 MODEL, OPTIM, TRAINER = "model", "optim", "trainer"
 STEP, RNG, DEVICE_RNG = "step", "rng", "rng_device"

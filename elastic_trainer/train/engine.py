@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from elastic_trainer.model.decoder import build, rope_table
+from elastic_trainer.model.decoder import CausalModel, Decoder, build
+from elastic_trainer.model.transformers_model import TransformersModel
+from elastic_trainer.model.transformers_probe import check_documents
 from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
 from elastic_trainer.parallel.pipeline import Pipeline, add_copys_gradient, cut_stages
 from elastic_trainer.parallel.tensor import token_loss_sum
+from elastic_trainer.parallel.transformers_plan import check_gradients
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import split_layers, stages_of_rank
+from elastic_trainer.plan.models import Transformers
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.marks import Mark, mark_compiling, mark_stage
 
@@ -43,10 +47,11 @@ class Engine:
         self.meshes = build_meshes(
             rung.layout, device, timedelta(seconds=config.elastic.start_ceiling_s)
         )
-        self.model = build(config.model, config.command_dir)  # names are the same in every layout
+        self.model = _model_of(config)  # names are the same in every layout
         layout, interleave = rung.layout, config.interleave
         self.stages = []
         if layout.pp > 1:
+            assert isinstance(self.model, Decoder), "the launcher refuses stages of other models"
             spans = split_layers(config.model, layout.pp * interleave)
             mine = stages_of_rank(self.coordinate["pp"], layout.pp, interleave)
             self.stages = cut_stages(self.model, [spans[index] for index in mine])
@@ -63,26 +68,30 @@ class Engine:
         if config.train.compile:
             mark_compiling(mark)
         self._sharded = bool(self.stages) or isinstance(self.model, FSDPModule)
+        self._checks_gradients = self.meshes.tp is not None
+        """In the first step, whether transformers' plan is whole."""
         self.tied: Tensor | None = None
         """On both ends of a pipeline the table of tied embeddings, of which each has a copy."""
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
         config, cp = self._config, self.layout.cp
-        self.model.to_empty(device=self._device)
-        if config.model.tie_embeddings:
-            self._tie()
+        self.model.allocate(self._device)
+        if self.stages and config.model.tie_embeddings:
+            self._tie_ends()
+        elif not self._sharded:
+            self.model.tie()
         positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
-        self._rope = rope_table(config.model, positions, self._device)
+        self._positions = self.model.positions(positions, self._device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._weight = 1.0
         """Of a token in the loss of a step."""
         for stage in self.stages:
-            stage.rope = self._rope
+            stage.rope = self._positions
         self._pipeline = self._build_pipeline(len(positions)) if self.stages else None
 
-    def _tie(self) -> None:
-        """Make the table one parameter under both its names, on each end of a pipeline too.
+    def _tie_ends(self) -> None:
+        """Make the table one parameter under both its names, on each end of a pipeline.
 
         So checkpoints are the same as of one process; what both ends hold is written once.
         """
@@ -91,8 +100,6 @@ class Engine:
             model.embedding.weight = self.tied = model.head.weight
         elif any(span.has_embedding for span in spans):
             model.head.weight = self.tied = model.embedding.weight
-        elif not self._sharded:
-            model.head.weight = model.embedding.weight  # each was made by itself
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch], tokens: int) -> Tensor:
         """Add up the gradients of one step.
@@ -108,9 +115,13 @@ class Engine:
         loss_sum = self._run(micro_batches, backward=True)
         if self.tied is not None and self.meshes.pp is not None:
             add_copys_gradient(self.tied, self.meshes.pp)
+        if self._checks_gradients and isinstance(self.model, TransformersModel):
+            self._checks_gradients = False
+            assert self.meshes.tp is not None
+            check_gradients(self.model, self.meshes.tp)
         if not self._sharded:
             for param in self.model.parameters():
-                if param.grad is None:  # an idle expert's; of FSDP it is zero
+                if param.grad is None and param.requires_grad:  # an idle expert's; FSDP's is zero
                     param.grad = torch.zeros_like(param)
         return loss_sum
 
@@ -136,7 +147,7 @@ class Engine:
                     self._reduce_after(number)
                 # No name keeps the logits: their memory is free once the loss's backward has run.
                 loss = self._loss(
-                    self.model(batch.inputs, self._rope, batch.documents), batch.targets
+                    self.model(batch.inputs, self._positions, batch.documents), batch.targets
                 )
                 if backward:
                     loss.backward()
@@ -169,7 +180,8 @@ class Engine:
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return what to call backward on: with it, gradients sum up to those of one process."""
-        loss_sum = token_loss_sum(logits, targets, self.meshes.tp)
+        mesh = None if self.model.whole_logits else self.meshes.tp
+        loss_sum = token_loss_sum(logits, targets, mesh)
         if self.coordinate["tp"] == 0:  # all of the group hold the same
             self._loss_sum += loss_sum.detach()
         return loss_sum * self._weight
@@ -193,6 +205,15 @@ class Engine:
             loss=self._loss,
             device=self._device,
         )
+
+
+def _model_of(config: TrainConfig) -> CausalModel:
+    """Return the whole model on the meta device."""
+    if isinstance(config.model, Transformers):
+        if config.data.packed:
+            check_documents(config.model)
+        return TransformersModel(config.model)
+    return build(config.model, config.command_dir)
 
 
 # -- The same bits every time, on CUDA ------------------------------------------------------------

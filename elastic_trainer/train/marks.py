@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from elastic_trainer.model.decoder import Decoder
+from elastic_trainer.model.decoder import CausalModel
 from elastic_trainer.worker.heartbeat import Heartbeat, StepPart
 from elastic_trainer.worker.torch_private import when_compiling
 
@@ -24,7 +24,7 @@ Mark = Callable[[int], None]
 """`Heartbeat.mark`."""
 
 
-def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool) -> None:
+def mark_stage(stage: CausalModel, mark: Mark, *, in_pipeline: bool, compiled: bool) -> None:
     """Have `stage` mark its way through forward and backward; numbers stay the same.
 
     It is parallelised already: these hooks must come after FSDP's own. In a pipeline a rank waits
@@ -39,31 +39,39 @@ def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool)
 
     def leaving(_stage: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
         mark(after)
-        if not isinstance(stage.head, nn.Identity) and output.requires_grad:
+        if stage.has_head and output.requires_grad:
             # The loss's backward is done; the head's is short beside the reduction after it.
             output.register_hook(lambda _grad: mark(StepPart.GATHER))
 
     # Blocks mark their own way in: before the first one the embedding is gathered.
     stage.register_forward_pre_hook(lambda *_: mark(StepPart.GATHER))
     stage.register_forward_hook(leaving)
-    for number, block in enumerate(stage.layers.values()):
+    for number, block in enumerate(stage.blocks().values()):
         done = StepPart.PIPELINE if in_pipeline and number == 0 else StepPart.GATHER
         _mark_block(block, mark, done)
 
 
 def _mark_block(block: nn.Module, mark: Mark, done: StepPart) -> None:
-    def entering(_block: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def entering(_block: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
         mark(StepPart.FORWARD)
-        if args[0].requires_grad:  # its gradient is the last that the block's backward makes
-            args[0].register_hook(lambda _grad: mark(done))
+        came = _activations((*args, *named.values()))
+        if came is not None:  # its gradient is the last that the block's backward makes
+            came.register_hook(lambda _grad: mark(done))
 
-    def leaving(_block: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
+    def leaving(_block: nn.Module, _args: tuple[object, ...], output: object) -> None:
         mark(StepPart.GATHER)
-        if output.requires_grad:
-            output.register_hook(lambda _grad: mark(StepPart.BACKWARD))
+        left = _activations(output if isinstance(output, tuple) else (output,))
+        if left is not None:
+            left.register_hook(lambda _grad: mark(StepPart.BACKWARD))
 
-    block.register_forward_pre_hook(entering)
+    block.register_forward_pre_hook(entering, with_kwargs=True)
     block.register_forward_hook(leaving)
+
+
+def _activations(values: tuple[object, ...]) -> Tensor | None:
+    """Return the first of `values` that has a gradient."""
+    found = (each for each in values if isinstance(each, Tensor) and each.requires_grad)
+    return next(found, None)
 
 
 def mark_compiling(mark: Mark) -> None:

@@ -47,8 +47,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     One tensor at a time (`foreach=False`) on the CPU: the arithmetic of an element must
     not depend on how the parameters are sharded.
     """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -70,7 +71,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def gradient_square_sum(model: nn.Module, tied: Tensor | None = None) -> Tensor:
+def gradient_square_sum(model: nn.Module, tied: Tensor | None = None, *, tp: int = 1) -> Tensor:
     """Return this rank's part of the squared gradient norm, fp64 scalar; `tied` as of `Engine`.
 
     The sum over all ranks is the square of the global norm: what n ranks hold alike
@@ -80,7 +81,7 @@ def gradient_square_sum(model: nn.Module, tied: Tensor | None = None) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for param in model.parameters():
         if (grad := param.grad) is not None:
-            copies = _num_copies(grad) * (2 if param is tied else 1)
+            copies = _num_copies(grad, tp) * (2 if param is tied else 1)
             by_copies.setdefault(copies, []).append(local_of(grad))
     sums = [
         torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies  # noqa: SLF001
@@ -97,9 +98,12 @@ def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
     torch._foreach_mul_(grads, clip_norm / norm)
 
 
-def _num_copies(grad: Tensor) -> int:
-    """Return how many ranks of its mesh hold the same part of `grad`."""
+def _num_copies(grad: Tensor, tp: int) -> int:
+    """Return how many ranks hold the same part of `grad`: those of its mesh, and all `tp` ranks of
+    what is not cut over tp.
+    """
     if not isinstance(grad, DTensor):
-        return 1
+        return tp
     sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+    copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+    return copies if "tp" in (grad.device_mesh.mesh_dim_names or ()) else copies * tp

@@ -285,12 +285,13 @@ class Trainer:
         """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
         votes = self.session.votes(step, self.heartbeat.asked())
         # The host waits for the device here, and nowhere else in a step.
-        sums = torch.stack([loss_sum, gradient_square_sum(self.model, self.engine.tied)]).cpu()
+        square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.layout.tp)
+        sums = torch.stack([loss_sum, square_sum]).cpu()
         everything = torch.cat([sums, sums.new_tensor(votes)])
         self.sum_over_ranks(everything)
-        loss, square_sum, *votes = everything.tolist()
+        loss, squares, *votes = everything.tolist()
         agreed = self.session.agreed(votes)
-        loss, norm = loss / tokens, square_sum**0.5
+        loss, norm = loss / tokens, squares**0.5
         return StepResult(loss, norm, tokens, agreed, self.guard.decide(step, loss, norm))
 
     def sum_over_ranks(self, values: Tensor) -> None:
