@@ -6,6 +6,7 @@ docs/models.md is the page about them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -396,6 +397,43 @@ class Plugin(ModelShape):
         return self.params or super().num_params()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transformers(ModelShape):
+    """A causal model of transformers' own class, which the nodes build from its config.json.
+
+    The dimensions are for layouts and estimates alone: of what the config has none for they are
+    the nearest, and the class is built from `config` as it is.
+    """
+
+    family: ClassVar[str] = "transformers"
+
+    config: str = field(
+        metadata=says("config.json as canonical JSON: sorted keys, no spaces, ASCII.")
+    )
+    params: int = field(metadata=says("Parameters of the class, tied ones counted once."))
+    active: int = field(metadata=says("Parameters that one token meets."))
+    attention: str = option("sdpa", "attn_implementation, as transformers names it: sdpa, eager.")
+
+    @property
+    def architecture(self) -> str:  # type: ignore[override]
+        """The class that the config names."""
+        named = json.loads(self.config).get("architectures") or [""]
+        return str(named[0])
+
+    @property
+    def decoder(self) -> str:
+        """The one that wraps transformers' class."""
+        return "elastic_trainer.model.transformers_model:TransformersModel"
+
+    def num_params(self) -> int:
+        """Return the exact number, as counted of the class."""
+        return self.params
+
+    def active_params(self) -> int:
+        """Return the number of parameters that one token meets."""
+        return self.active
+
+
 FAMILIES: Final[Mapping[str, type[ModelShape]]] = {
     family.family: family
     for family in (ModelShape, Qwen2, Qwen3, Mistral, Mixtral, Qwen3Moe, Granite)
@@ -540,7 +578,7 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
     """
     fields = dict(raw)
     family = fields.pop("family", ModelShape.family)
-    known = {**FAMILIES, Plugin.family: Plugin}
+    known = {**FAMILIES, Plugin.family: Plugin, Transformers.family: Transformers}
     if family not in known:
         raise ValueError(f"model family {family!r:.40}: use the version that wrote it")
     return known[family](**fields)
