@@ -160,8 +160,8 @@ def _unrotated(model: Any) -> str | None:
     turned = {2 * each.numel() for name, each in model.named_buffers() if "inv_freq" in name}
     if share == 1 or not turned:
         return None
-    heads, dim = config.get("num_attention_heads"), config.get("hidden_size")
-    if turned != {config.get("head_dim") or dim // heads}:
+    sizes = dimensions(config)
+    if turned != {sizes.get("head_dim") or sizes["dim"] // sizes["num_heads"]}:
         return None
     return f"partial_rotary_factor {share}: {type(model).__name__} rotates whole heads"
 

@@ -416,7 +416,7 @@ class Transformers(ModelShape):
     attention: str = "sdpa"
     """attn_implementation, as transformers names it."""
     tp_sizes: Mapping[str, int] = field(default_factory=dict, hash=False, compare=False)
-    """What tp must divide: words for a size -> it."""
+    """What tp must divide: words for a size -> it. For the launcher, as what follows."""
     refused: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     """Key of the job file -> why it cannot be used with this class."""
 
@@ -569,7 +569,7 @@ def raw_of(shape: ModelShape) -> dict[str, Any]:
     """Return a shape as job.json and manifests have it: one without a family is Llama's."""
     raw = dataclasses.asdict(shape)
     for each in dataclasses.fields(shape):
-        if each.name in _LATER and raw[each.name] == each.default:
+        if (each.name in _LATER and raw[each.name] == each.default) or not each.compare:
             del raw[each.name]
     return raw if type(shape) is ModelShape else {"family": shape.family, **raw}
 

@@ -59,6 +59,16 @@ _BESIDE: Final = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 """Layers that predict several tokens: they are beside the model, and in no class here."""
 
 
+_NEVER: Final = {
+    "layout.cp": "attention of transformers' classes sees one rank's tokens only",
+    "layout.pp": "classes of transformers are not cut into stages",
+    "layout.ep": "experts of transformers' classes stay together",
+    "train.float8": "what transformers' classes multiply is not known",
+    "train.compile": "blocks of transformers' classes are not compiled",
+}
+"""Key of a job file -> why it is not for any class of transformers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What transformers says of a config.json."""
@@ -227,7 +237,6 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
     for needed in ("num_layers", "dim", "vocab_size"):
         if needed not in sizes:
             raise ConfigError("HF021", f"says no {DIMENSIONS[needed][0]}, under none of its names")
-    why = "what its plan cuts is not known where transformers is not installed"
     return _shape(
         raw,
         sizes,
@@ -237,7 +246,10 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
         tie_embeddings=inner.get("tie_word_embeddings") is not False,
         attention=attention or "sdpa",
         tp_sizes={},
-        refused={"layout.tp": why},
+        refused={
+            **_NEVER,
+            "layout.tp": "its plan is not known: transformers is not installed here",
+        },
     )
 
 
@@ -262,13 +274,13 @@ def _shape(
 
 def _limits(facts: Facts) -> dict[str, str]:
     """Return key of the job file -> why it cannot be used with the class."""
-    limits = {}
-    name, plan = facts.architecture, facts.tp_plan
+    limits = {**_NEVER}
+    plan = facts.tp_plan
     strange = sorted(set((plan or {}).values()) - TP_STYLES)
     if not plan:
-        limits["layout.tp"] = f"transformers has no tensor-parallel plan of {name}"
+        limits["layout.tp"] = "it has no plan"
     elif strange:
-        limits["layout.tp"] = f"the plan of {name} has {', '.join(strange)}, which is not done here"
+        limits["layout.tp"] = f"its plan has {', '.join(strange)}, which is not done here"
     if facts.recurrent:
-        limits["data.format"] = f"layers of {name} carry a state from one document to the next"
+        limits["data.format"] = "its layers carry a state from one document to the next"
     return limits
