@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from elastic_trainer.plan.hf_config import WITHOUT_EFFECT
 from elastic_trainer.plan.transformers_config import (
     DIMENSIONS,
     Answer,
@@ -65,7 +66,7 @@ def answer(raw: dict[str, Any]) -> Answer:
             reason = _not_causal(model) or _unrotated(model)
         return Answer(facts=_facts(model)) if reason is None else Answer(refused=reason)
     except Exception as error:  # noqa: BLE001  whatever it is: the user reads it
-        nothing = [key for key, each in raw.items() if each is None and not key.endswith("_id")]
+        nothing = [key for key in raw if raw[key] is None and key not in WITHOUT_EFFECT]
         hint = f"; null in the file: {', '.join(nothing)}" if nothing else ""
         return Answer(error=f"{type(error).__name__}: {error}"[:300] + hint[:200])
 
@@ -87,17 +88,17 @@ def _causal(config: Any) -> tuple[Any, str | None]:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    alone = "train its text_config alone, in a config.json of its own"
     kind, parts = type(config), type(config).sub_configs
+    alone = "; train its text_config alone, in a config.json of its own"
+    way = alone if "text_config" in parts else ""
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        way = f"; {alone}" if "text_config" in parts else ""
         return None, f"model_type {config.model_type}: transformers has no causal model of it{way}"
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     if isinstance(cls, tuple):
         cls = next((each for each in cls if each.__name__ in (config.architectures or ())), cls[0])
     others = [key for key in parts if key.startswith(("vision", "audio", "text"))]
     if others and cls.config_class is kind:
-        return cls, f"{', '.join(others)}: {cls.__name__} takes more than text; {alone}"
+        return cls, f"{', '.join(others)}: {cls.__name__} takes more than text{way}"
     return cls, None
 
 
@@ -120,7 +121,7 @@ def _not_causal(model: Any) -> str | None:
     causal = [each.is_causal for each in model.modules() if hasattr(each, "is_causal")]
     declared = {each.name for each in dataclasses.fields(model.config)}
     encoder = "is_decoder" in declared and not model.config.is_decoder
-    if all(causal) and (causal or not encoder):
+    if any(causal) or not (causal or encoder):
         return None
     key = "is_decoder false: " if encoder else ""
     return f"{key}positions of {type(model).__name__} see those after them"
@@ -150,7 +151,7 @@ def _known(config: Any, raw: Mapping[str, Any]) -> frozenset[str]:
         bare = cls(**{key: raw[key] for key in raw if key in declared - {"model_type"}})
     except Exception:  # noqa: BLE001  it needs the others
         return frozenset(declared | taken)
-    return frozenset(declared | taken | {key for key in raw if hasattr(bare, key)})
+    return frozenset(declared | taken | {*dir(bare)})
 
 
 def _unrotated(model: Any) -> str | None:
@@ -223,31 +224,32 @@ def _active(model: nn.Module, config: Mapping[str, Any]) -> int:
 def _tp_sizes(
     model: nn.Module, plan: Mapping[str, str], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return what tp must divide, in words: heads, vocabulary, and widths of other modules."""
+    """Return what tp must divide, in words: heads, and widths of other modules.
+
+    Not the vocabulary, whose parts are gathered and may differ.
+    """
     found: dict[str, int] = {}
-    parts = dict(_planned(model, plan))
-    attention = set()
+    parts, attention = dict(_cut(model, plan)), set()
     for names, (words, dimension) in _HEADS.items():
         for pattern in parts:
             parent, _, name = pattern.rpartition(".")
-            if name in names and dimension in sizes:
+            if name in names and plan[pattern] == "colwise" and dimension in sizes:
                 attention.add(parent)
                 found[words] = sizes[dimension]
     for pattern, size in parts.items():
-        if size == sizes.get("vocab_size"):
-            found["vocabulary"] = size
-        elif pattern.rpartition(".")[0] not in attention and size not in found.values():
+        known = {*found.values(), sizes.get("vocab_size")}
+        if pattern.rpartition(".")[0] not in attention and size not in known:
             found[f"width of {pattern}"] = size
     return found
 
 
-def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+def _cut(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """Yield each module that tp cuts, with * for numbers, and the size that is cut."""
     for name, module in model.named_modules():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        style, weight = plan.get(pattern), getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and style is not None:
-            if style.startswith(("colwise", "embedding_rowwise")):
+        style, weight = plan.get(pattern, ""), getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            if style.startswith("colwise"):
                 yield pattern, weight.shape[0]
             elif style.startswith("rowwise"):
                 yield pattern, weight.shape[1]

@@ -17,8 +17,8 @@ from elastic_trainer.plan.models import Transformers
 from elastic_trainer.storage.typed import build, parse_json
 
 TP_STYLES: Final = frozenset({
-    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_rep",
-    "embedding_rowwise", "replicate",
+    "colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", "replicate",
+    "replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input",
 })  # fmt: skip
 """Of transformers' tensor-parallel plans (transformers/distributed/tensor_parallel.py): what the
 nodes can do."""
@@ -55,6 +55,8 @@ _WINDOWS: Final = {
 }
 """Type of a layer -> key without which its mask cannot be made."""
 _NOT_CAUSAL: Final = {"causal": False, "is_causal": False, "attn_type": "bi"}
+MOST_LAYERS: Final = 10_000
+"""As of a job file's dimensions: transformers makes each of them to count."""
 _BESIDE: Final = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 """Layers that predict several tokens: they are beside the model, and in no class here."""
 
@@ -126,7 +128,7 @@ def read_config(text: str) -> dict[str, Any]:
     """Return the config.json of some model.
 
     Raises:
-        ConfigError: HF021 it is not JSON, or does not say of what type the model is.
+        ConfigError: HF021 it is not JSON, or has too many layers; HF022 it names no type of model.
     """
     try:
         raw = parse_json(text)
@@ -136,6 +138,8 @@ def read_config(text: str) -> dict[str, Any]:
         raise ConfigError("HF021", "not a JSON object; give a model's config.json")
     if not isinstance(raw.get("model_type"), str):
         raise ConfigError("HF022", "model_type is missing, so no class of transformers is named")
+    if (layers := dimensions(raw).get("num_layers", 0)) > MOST_LAYERS:
+        raise ConfigError("HF021", f"{layers:,} layers; expected {MOST_LAYERS:,} or fewer")
     return raw
 
 

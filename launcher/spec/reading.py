@@ -358,8 +358,8 @@ def _of_config(text: str, model: str | OwnClass, ask: Ask | None) -> tuple[Model
         raise ConfigError(
             "HF026",
             f"{f'{why}; ' if why else ''}of transformers' own class it must be asked, which is not "
-            "installed here with torch: pip install 'holdfast-ml[train,hf]', or state the number of "
-            f"parameters: model: {{hf: {own.hf}, params: NUMBER}}",
+            "installed here with torch: pip install 'holdfast-ml[train,hf]', or state how many "
+            f"parameters it has: model: {{hf: {own.hf}, params: NUMBER}}",
         )
     if answer is None:
         return unasked(raw, own.params or 0, own.attention), why

@@ -190,7 +190,7 @@ def _cut_by_tp(facts: JobFacts, layout: ParallelLayout) -> list[tuple[str, int, 
     """Return what tp must divide: the code of a finding, the size, and both in words."""
     shape, cp = facts.shape, layout.cp
     if isinstance(shape, Transformers):
-        named = {"attention heads": "HF102", "KV heads": "HF103", "vocabulary": "HF107"}
+        named = {"attention heads": "HF102", "KV heads": "HF103"}
         return [
             (named.get(words, "HF108"), size, f"{size} of the {words}")
             for words, size in shape.tp_sizes.items()
