@@ -66,7 +66,11 @@ def answer(raw: dict[str, Any]) -> Answer:
             reason = _not_causal(model) or _unrotated(model)
         return Answer(facts=_facts(model)) if reason is None else Answer(refused=reason)
     except Exception as error:  # noqa: BLE001  whatever it is: the user reads it
-        nothing = [key for key in raw if raw[key] is None and key not in WITHOUT_EFFECT]
+        nothing = [
+            key
+            for key in raw
+            if raw[key] is None and key not in WITHOUT_EFFECT and not key.endswith("_token_id")
+        ]
         hint = f"; null in the file: {', '.join(nothing)}" if nothing else ""
         return Answer(error=f"{type(error).__name__}: {error}"[:300] + hint[:200])
 

@@ -207,7 +207,7 @@ def own_class(raw: Mapping[str, Any], facts: Facts, attention: str | None = None
     """Return the shape of the class that transformers builds of `raw`.
 
     Raises:
-        ConfigError: HF022 the class has no such attention.
+        ConfigError: HF022 the class has no such attention; HF021 as `_shape`.
     """
     if attention is not None and attention not in facts.attentions:
         listed = ", ".join(facts.attentions)
@@ -231,16 +231,13 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
     """Return the shape where transformers is not installed, and `params` are as the user says.
 
     Raises:
-        ConfigError: HF021 a dimension is missing; HF022 as `refusal`.
+        ConfigError: HF021 as `_shape`; HF022 as `refusal`.
     """
     if reason := refusal(raw, raw):
         raise ConfigError("HF022", reason)
     text = raw.get("text_config")
     inner = text if isinstance(text, Mapping) else raw
     sizes = dimensions(inner)
-    for needed in ("num_layers", "dim", "vocab_size"):
-        if needed not in sizes:
-            raise ConfigError("HF021", f"says no {DIMENSIONS[needed][0]}, under none of its names")
     return _shape(
         raw,
         sizes,
@@ -260,7 +257,14 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
 def _shape(
     raw: Mapping[str, Any], sizes: Mapping[str, int], *, architecture: str, **others: Any
 ) -> Transformers:
-    """Return the shape with what `sizes` lacks filled in, as most models have it."""
+    """Return the shape with what `sizes` lacks filled in, as most models have it.
+
+    Raises:
+        ConfigError: HF021 a dimension that there is no guess for is missing.
+    """
+    for needed in ("num_layers", "dim", "vocab_size"):
+        if needed not in sizes:
+            raise ConfigError("HF021", f"says no {DIMENSIONS[needed][0]}, under none of its names")
     dim, heads = sizes["dim"], sizes.get("num_heads", 1)
     named = {**raw, "architectures": [architecture]}
     return Transformers(

@@ -323,7 +323,7 @@ def _shape_of(
         return stand_in, Problem("HF020", where, message, offers)
     path = model if isinstance(model, str) else model.hf
     try:
-        shape, why = _of_config((read or _read_nothing)(path), model, ask)
+        shape, why = shape_of_config((read or _read_nothing)(path), model, ask)
     except ConfigError as error:
         code, reason = error.code, str(error)
     except UnicodeDecodeError:
@@ -336,8 +336,15 @@ def _shape_of(
     return stand_in, Problem(code, where, f"{path}: {reason}")
 
 
-def _of_config(text: str, model: str | OwnClass, ask: Ask | None) -> tuple[ModelShape, str | None]:
-    """Return the shape of a config.json, and why no family of ours has it.
+def shape_of_config(
+    text: str, model: str | OwnClass, ask: Ask | None
+) -> tuple[ModelShape, str | None]:
+    """Return the shape of a config.json, and why the family that it names does not have it.
+
+    Args:
+        text: the file's.
+        model: its path, where a family of ours comes first.
+        ask: as of `parse_spec`.
 
     Raises:
         ConfigError: as `parse_hf_config` and `own_class`; HF026 transformers must be asked, and is
