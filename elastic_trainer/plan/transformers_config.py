@@ -38,7 +38,7 @@ DIMENSIONS: Final = {
 }  # fmt: skip
 """Dimension -> keys of config.json, the usual one first."""
 _SWITCHES: Final = {
-    "auto_map": "code of the model's own is not run",
+    "auto_map": "code of the model's own is not run; delete it if transformers' own class is meant",
     "quantization_config": "quantised weights are not trained",
     "is_encoder_decoder": "encoders are not trained",
     "add_cross_attention": "encoders are not trained",
@@ -57,8 +57,19 @@ _WINDOWS: Final = {
 _NOT_CAUSAL: Final = {"causal": False, "is_causal": False, "attn_type": "bi"}
 MOST_LAYERS: Final = 10_000
 """As of a job file's dimensions: transformers makes each of them to count."""
-_BESIDE: Final = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
-"""Layers that predict several tokens: they are beside the model, and in no class here."""
+# fmt: off
+_BESIDE: Final = frozenset((
+    # Layers that predict several tokens: beside the model, and in no class here.
+    "num_nextn_predict_layers", "num_mtp_layers",
+    # Lengths that nothing is made of, and of which layers a window would be.
+    "n_ctx", "seq_length", "model_max_length", "max_window_layers",
+    # How other code computes the same.
+    "ep_size", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32",
+    "pad_vocab_size_multiple",
+))
+# fmt: on
+_FASTER: Final = re.compile("^fused_|_fusion$|flash_att")
+"""In keys of other code: the same numbers by other kernels."""
 
 
 _NEVER: Final = {
@@ -165,7 +176,8 @@ def refusal(
             return f"layer_types has {kind}, and {key} is null"
     harmless = known | WITHOUT_EFFECT | _BESIDE
     for key, value in raw.items():
-        if value is not None and key not in harmless and not key.endswith("_token_id"):
+        # What is off no code does, whether or not it knows the switch.
+        if value and key not in harmless and not (_FASTER.search(key) or key.endswith("_token_id")):
             return (
                 f"{key} {value!r:.40} is not known of {name}, and may change what other code "
                 "trains; delete it if it does not"
@@ -181,7 +193,7 @@ def _switched_on(raw: Mapping[str, Any], complete: Mapping[str, Any]) -> str | N
         if complete.get(key) == value:
             return f"{key} {value!r}: positions would see what comes after them"
     for key, value in complete.items():
-        if _RANDOM.search(key) and value and isinstance(value, int | float):
+        if _RANDOM.search(key) and value and type(value) in (int, float):
             return f"{key} {value!r:.40}: nothing random is trained; set it to 0"
     return None
 
