@@ -68,6 +68,8 @@ _BESIDE: Final = frozenset((
     "pad_vocab_size_multiple",
 ))
 # fmt: on
+_LISTED: Final = 6
+"""Strange keys that a message names."""
 _FASTER: Final = re.compile("^fused_|_fusion$|flash_att")
 """In keys of other code: the same numbers by other kernels."""
 
@@ -175,14 +177,16 @@ def refusal(
         if kind in (complete.get("layer_types") or ()) and complete.get(key) is None:
             return f"layer_types has {kind}, and {key} is null"
     harmless = known | WITHOUT_EFFECT | _BESIDE
-    for key, value in raw.items():
+    strange = [
+        f"{key} {value!r:.40}"
+        for key, value in raw.items()
         # What is off no code does, whether or not it knows the switch.
-        if value and key not in harmless and not (_FASTER.search(key) or key.endswith("_token_id")):
-            return (
-                f"{key} {value!r:.40} is not known of {name}, and may change what other code "
-                "trains; delete it if it does not"
-            )
-    return None
+        if value and key not in harmless and not (_FASTER.search(key) or key.endswith("_token_id"))
+    ]
+    if not strange:
+        return None
+    listed = ", ".join(strange[:_LISTED]) + (" and more" if len(strange) > _LISTED else "")
+    return f"{listed}: not known of {name}; delete what changes nothing that is trained"
 
 
 def _switched_on(raw: Mapping[str, Any], complete: Mapping[str, Any]) -> str | None:
