@@ -190,8 +190,6 @@ def _facts(model: Any) -> Facts:
         attentions=_attentions(model),
         tp_plan=plan or None,
         tp_sizes=_tp_sizes(model, plan, sizes),
-        stages=bool(model.pp_plan),
-        no_split=tuple(sorted(model._no_split_modules or ())),  # noqa: SLF001
         recurrent=model._is_stateful or any(kind in _RECURRENT for kind in kinds),  # noqa: SLF001
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_trainer.plan.hf_config import WITHOUT_EFFECT, ConfigError
@@ -55,6 +55,7 @@ _WINDOWS: Final = {
 }
 """Type of a layer -> key without which its mask cannot be made."""
 _NOT_CAUSAL: Final = {"causal": False, "is_causal": False, "attn_type": "bi"}
+"""Key -> value of a config whose positions see those after them."""
 MOST_LAYERS: Final = 10_000
 """As of a job file's dimensions: transformers makes each of them to count."""
 # fmt: off
@@ -72,8 +73,6 @@ _LISTED: Final = 6
 """Strange keys that a message names."""
 _FASTER: Final = re.compile("^fused_|_fusion$|flash_att")
 """In keys of other code: the same numbers by other kernels."""
-
-
 _NEVER: Final = {
     "layout.cp": "attention of transformers' classes sees one rank's tokens only",
     "layout.pp": "classes of transformers are not cut into stages",
@@ -105,10 +104,6 @@ class Facts:
     """Module or parameter, with * for numbers -> style of tensor parallelism; None: it has none."""
     tp_sizes: Mapping[str, int]
     """What tp must divide: words for a size -> it."""
-    stages: bool
-    """Whether transformers says how to cut it into stages of a pipeline."""
-    no_split: tuple[str, ...]
-    """Classes of its blocks."""
     recurrent: bool
     """Whether layers carry a state from token to token, which no mask cuts between documents."""
 
@@ -118,9 +113,9 @@ class Answer:
     """Of transformers, about one config.json: one of the three."""
 
     facts: Facts | None = None
-    refused: str | None = field(default=None)
+    refused: str | None = None
     """What is not trained here, with key or class."""
-    error: str | None = field(default=None)
+    error: str | None = None
     """Why transformers builds no model of it."""
 
     @classmethod
@@ -253,11 +248,11 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
         raise ConfigError("HF022", reason)
     text = raw.get("text_config")
     inner = text if isinstance(text, Mapping) else raw
-    sizes = dimensions(inner)
+    named = raw.get("architectures")
     return _shape(
         raw,
-        sizes,
-        architecture=str((raw.get("architectures") or [""])[0]),
+        dimensions(inner),
+        architecture=named[0] if isinstance(named, list) and named else None,
         params=params,
         active=params,
         tie_embeddings=inner.get("tie_word_embeddings") is not False,
@@ -271,7 +266,7 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
 
 
 def _shape(
-    raw: Mapping[str, Any], sizes: Mapping[str, int], *, architecture: str, **others: Any
+    raw: Mapping[str, Any], sizes: Mapping[str, int], *, architecture: str | None, **others: Any
 ) -> Transformers:
     """Return the shape with what `sizes` lacks filled in, as most models have it.
 
@@ -282,7 +277,7 @@ def _shape(
         if needed not in sizes:
             raise ConfigError("HF021", f"says no {DIMENSIONS[needed][0]}, under none of its names")
     dim, heads = sizes["dim"], sizes.get("num_heads", 1)
-    named = {**raw, "architectures": [architecture]}
+    named = {**raw, "architectures": [architecture]} if architecture else raw
     return Transformers(
         config=json.dumps(named, sort_keys=True, separators=(",", ":")),
         num_layers=sizes["num_layers"],

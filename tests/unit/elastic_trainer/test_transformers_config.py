@@ -35,8 +35,6 @@ FACTS = Facts(
     attentions=("eager", "sdpa"),
     tp_plan={"layers.*.q": "colwise"},
     tp_sizes={"attention heads": 8},
-    stages=True,
-    no_split=("GPTNeoXLayer",),
     recurrent=False,
 )
 

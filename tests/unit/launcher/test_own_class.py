@@ -35,8 +35,6 @@ FACTS = Facts(
     attentions=("eager", "sdpa"),
     tp_plan={"layers.*.attention.query_key_value": "colwise"},
     tp_sizes={"attention heads": 64, "width of layers.*.mlp": 24576},
-    stages=True,
-    no_split=("GPTNeoXLayer",),
     recurrent=False,
 )
 OWN = "model={hf: neox}"
