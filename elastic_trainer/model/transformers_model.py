@@ -367,9 +367,7 @@ def _xavier(tensor: Tensor, gain: float, *_: object) -> InitialRule:
     return InitialRule(deviation=gain * math.sqrt(2 / sum(_fans(tensor))))
 
 
-def _kaiming(
-    tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object
-) -> InitialRule:
+def _kaiming(tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object) -> InitialRule:
     fan_in, fan_out = _fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)
     return InitialRule(deviation=gain / math.sqrt(fan_in if mode == "fan_in" else fan_out))

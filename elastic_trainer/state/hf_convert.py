@@ -149,9 +149,7 @@ def export_hf(
         CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot be written.
     """
     form = (
-        _own_form(shape)
-        if isinstance(shape, Transformers)
-        else _form_of(build(shape, code), shape)
+        _own_form(shape) if isinstance(shape, Transformers) else _form_of(build(shape, code), shape)
     )
     with _appearing(out_dir, what="output directory", may_be_empty=False) as temp:
         special, context = _accompany(temp, tokenizer, beside, context)
