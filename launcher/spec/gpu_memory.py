@@ -259,8 +259,6 @@ class _Rank:
         outside = whole * (1 if shape.tie_embeddings else 2) + shape.dim
         layer = (shape.num_params() - outside) / shape.num_layers / tp
         matrices = 3 * shape.num_experts / layout.ep
-        self.matrix = self.value * self.ffn * self.width
-        """Bytes of the gradient of one matrix of the feed-forward."""
         self.experts = matrices * self.ffn * self.width
         """Parameters of a layer's feed-forward, or of those of its experts that are kept here."""
         self.layer = layer - self.experts * (layout.ep - 1)
@@ -358,18 +356,9 @@ class _Rank:
         head_flat = 4 * self.table if self.alone and not tied else 0.0
         layer = tied + (2 * self.value * self.layer if self.alone else 0.0)
         computing = self.computing()
-        if self.mixture:
-            # Its flat gradients are large: where they are there, a layer's activations are gone.
-            # The gradients of all experts are whole at once.
-            larger = layer + 2 * self.matrix + max(0.0, max(flat, head_flat) - kept)
-            yield _Moment(activations + computing, 0.0, larger, held)
-            most = activations - 2 * kept + self.last_expert()
-            gradients = max(flat, head_flat) + self.value * self.experts
-            yield _Moment(most, 0.0, layer + gradients, held)
-        else:
-            yield _Moment(activations + computing, 0.0, layer + head_flat, held)
-            if sum(self.layers) > 1:
-                yield _Moment(activations - kept + computing, 0.0, layer + flat, held)
+        yield _Moment(activations + computing, 0.0, layer + head_flat, held)
+        if sum(self.layers) > 1:
+            yield _Moment(activations - kept + computing, 0.0, layer + flat, held)
         if self.last:
             yield from self.ends(activations, head, tied, held)
         if self.first:
@@ -431,17 +420,15 @@ class _Rank:
         its input, when all of width F but one gradient is gone. Of a mixture those of each
         expert's output, which are weighted in fp32; then expert follows expert.
         """
-        one, matrix = self.value * self.tokens, self.matrix
-        gradients: float
-        if self.mixture:
-            gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
-        else:
-            wide = one * self.ffn
-            split = one * self.width if self.part < self.width else 0.0
-            last = split + wide + matrix
-            halves = 2 * wide + matrix
-            first = 3 * matrix + 2 * one * self.width - (self.stack.mlp_values - 1) * wide
-            gradients = one * self.part + max(last, halves, first)
+        one = self.value * self.tokens
+        rows = one * self.chosen  # of a mixture a token for each of its experts
+        wide, matrix = rows * self.ffn, self.value * self.experts / 3
+        split = rows * self.width if self.mixture or self.part < self.width else 0.0
+        last = split + wide + matrix
+        halves = 2 * wide + matrix
+        first = 3 * matrix + 2 * rows * self.width - (self.stack.mlp_values - 1) * wide
+        weighted = 8 * self.tokens * self.chosen * self.width + split if self.mixture else 0.0
+        gradients = one * self.part + max(last, halves, first, weighted)
         if self.work.float8:  # the widest factor in fp32, once as it is and once scaled
             gradients += 8 * max(self.tokens * max(self.ffn, self.width), self.ffn * self.width)
         recompute = self.work.recompute
@@ -451,15 +438,6 @@ class _Rank:
         if recompute == "full" or self.stack.selective != "attention":
             shared -= one * self.reduced  # no one's input
         return gradients + max(0.0, self.kept("none") - shared)
-
-    def last_expert(self) -> float:
-        """Return what a mixture's layer has when all but one of its experts are done with backward.
-
-        Of the experts' values those of one, and for all rows the gradients of what went in.
-        """
-        experts = max(1.0, self.work.shape.num_experts / self.layout.ep)
-        done = self.stack.mlp_values * self.ffn * (1 - 1 / experts) - 2 * self.width
-        return self.kept("none") - self.value * self.tokens * self.chosen * done
 
     def kept(self, recompute: str) -> float:
         """Return what one layer keeps of one micro-batch until its backward.
