@@ -201,6 +201,7 @@ class JobSpec(values.SpecSection):
             float8=self.train.float8 and self.command is None,
             recompute=self.train.recompute,
             packed=self.data.packed,
+            compiled=self.train.compile,
             no_sync=self.train.no_sync,
             memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
         )
