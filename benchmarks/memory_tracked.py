@@ -5,9 +5,9 @@
 Prints the tables of docs/memory.md; takes some minutes, `--whole` half an hour. Fake tensors under
 a fake process group: any rank of any layout, on any processor. What a GPU does otherwise than a
 processor is put in its place: flash attention and the fused RMSNorm, whose shapes torch knows
-without a GPU. Tokens that do not exist choose no expert, so each gets as many. The bytes of the
-second step count, since the first has no optimizer state. Not counted are CUDA's context, the
-buffers of NCCL and cuBLAS, fragmentation, and memory that streams give back late.
+without a GPU. The bytes of the second step count, since the first has no optimizer state. Not
+counted are CUDA's context, the buffers of NCCL and cuBLAS, fragmentation, and memory that streams
+give back late.
 """
 
 from __future__ import annotations

@@ -417,8 +417,8 @@ class _Rank:
         Beside the gradient of the layer's output, the most of three moments of the feed-forward:
         the gradients of its last matrix and of the product, whose rows tp has gathered; those of
         both halves and the product, which is gone itself; those of all its matrices and, twice, of
-        its input, when all of width F but one gradient is gone. Of a mixture those of each
-        expert's output, which are weighted in fp32; then expert follows expert.
+        its input, when all of width F but one gradient is gone. Of a mixture the rows are those
+        of each token's experts, whose outputs are weighted in fp32.
         """
         one = self.value * self.tokens
         rows = one * self.chosen  # of a mixture a token for each of its experts
