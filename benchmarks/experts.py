@@ -3,8 +3,8 @@
     python benchmarks/experts.py [--out FILE]
 
 Processor time of forward and backward, two experts a token, one thread: the least of some rounds,
-in which the ways alternate. `modules`: one feed-forward after the other, `trainer`: ours, `grouped`:
-torch's grouped product of copies side by side, as on GPUs, `padded`: as many rows for each.
+in which the ways alternate. `modules`: one feed-forward after the other; `trainer`: ours;
+`grouped`: torch's grouped product of copies side by side, as on GPUs; `padded`: as many rows each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _ways(x: Tensor, counts: list[int], ws: tuple[list, list, list]) -> dict[str
 
     def modules() -> Tensor:
         parts = zip(x.split(counts), *ws, strict=True)
-        return torch.cat([_swiglu(lambda p, w: F.linear(p, w), *each) for each in parts])
+        return torch.cat([_swiglu(F.linear, *each) for each in parts])
 
     def padded() -> Tensor:
         rows = torch.nn.utils.rnn.pad_sequence(x.split(counts), batch_first=True)

@@ -25,10 +25,10 @@ TB/s in the 12 us from one kernel's launch to the next (launcher/plan/step_time.
 measured.
 """
 _LIBRARY: Final = torch.library.Library("holdfast", "FRAGMENT")
+_ARGUMENTS: Final = "Tensor rows, Tensor[] weights, Tensor ends"
 for _schema in (
-    "grouped_linear(Tensor rows, Tensor[] weights, Tensor ends) -> Tensor",
-    "grouped_linear_backward(Tensor grad, Tensor rows, Tensor[] weights, Tensor ends)"
-    " -> (Tensor, Tensor)",
+    f"grouped_linear({_ARGUMENTS}) -> Tensor",
+    f"grouped_linear_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor)",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
