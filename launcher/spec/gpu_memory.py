@@ -25,6 +25,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Final, Literal, NamedTuple
 
 from elastic_trainer.plan.layout import ParallelLayout, end_weight, split_evenly, stages_of_rank
@@ -158,7 +159,7 @@ class RankBytes:
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return sum(self.items().values())
+        return sum(_VALUES(self))
 
     @property
     def counted(self) -> int:
@@ -167,10 +168,11 @@ class RankBytes:
 
     def items(self) -> dict[str, int]:
         """Return item -> bytes."""
-        return {name: getattr(self, name) for name in _ITEMS}
+        return dict(zip(_ITEMS, _VALUES(self), strict=True))
 
 
 _ITEMS: Final = tuple(field.name for field in dataclasses.fields(RankBytes))
+_VALUES: Final = attrgetter(*_ITEMS)
 
 
 def fullest_rank(
