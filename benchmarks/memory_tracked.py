@@ -5,9 +5,9 @@
 Prints the tables of docs/memory.md; takes some minutes, `--whole` half an hour. Fake tensors under
 a fake process group: any rank of any layout, on any processor. What a GPU does otherwise than a
 processor is put in its place: flash attention and the fused RMSNorm, whose shapes torch knows
-without a GPU. Tokens that do not exist choose no expert, so each gets as many. The bytes of the
-second step count, since the first has no optimizer state. Not counted are CUDA's context, the
-buffers of NCCL and cuBLAS, fragmentation, and memory that streams give back late.
+without a GPU. The bytes of the second step count, since the first has no optimizer state. Not
+counted are CUDA's context, the buffers of NCCL and cuBLAS, fragmentation, and memory that streams
+give back late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import elastic_trainer.model.decoder
-import elastic_trainer.model.mixture
 import elastic_trainer.parallel.apply
 import elastic_trainer.parallel.context
 from elastic_trainer.parallel.apply import use_float8
@@ -285,19 +284,10 @@ def _as_on_a_gpu() -> None:
         out: Tensor = _FusedNorm.apply(x, weight)
         return out
 
-    def compute(self: nn.ModuleDict, rows: Tensor, _counts: Tensor) -> Tensor:
-        parts = rows.chunk(len(self))
-        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
-
-    def bincount(_self: Tensor, minlength: int) -> Tensor:
-        return torch.zeros(minlength, dtype=torch.int64)
-
     def in_float8(block: nn.Module, **_emulated: bool) -> None:
         use_float8(block, emulated=False)
 
     elastic_trainer.parallel.apply.use_float8 = in_float8
-    elastic_trainer.model.mixture.Experts.compute = compute
-    Tensor.bincount = bincount
     elastic_trainer.model.decoder.attend = attend
     elastic_trainer.parallel.context.attend = attend
     torch.nn.functional.rms_norm = norm

@@ -16,24 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.model.decoder import Block, Decoder, FeedForward
+from elastic_trainer.model.grouped import ends_for, grouped_linear
 from elastic_trainer.plan.models import MixtureShape, ModelShape
 
 
-class Expert(FeedForward):
-    """A feed-forward on its own part of the weights: under tp its output is a summand."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (R, D) to (R, D)."""
-        # Not as DTensors: their dispatch would derive placements anew for every number of rows.
-        w1, w2, w3 = (
-            w.weight.to_local() if isinstance(w.weight, DTensor) else w.weight
-            for w in (self.w1, self.w2, self.w3)
-        )
-        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-
-
 class Experts(nn.ModuleDict):
-    """Number -> expert."""
+    """Number -> expert, a feed-forward. Under tp each has its part, and the output is a summand."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -43,12 +31,12 @@ class Experts(nn.ModuleDict):
             chosen: numbers of the experts, int64 (B, T, k).
             weights: of their outputs, fp32 (B, T, k).
         """
-        numbers = chosen.flatten()
-        order = numbers.argsort(stable=True)
+        numbers, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(self.num_experts, device=numbers.device)
+        ends = torch.searchsorted(numbers, every, right=True)
         # Expanded, so that the gradients of a token's rows are added up in the order of k.
         rows = x.unsqueeze(-2).expand(*chosen.shape, -1).flatten(0, -2)
-        counts = numbers.bincount(minlength=self.num_experts)
-        out = self.compute(rows[order], counts)
+        out = self.compute(rows[order], ends)
         each = out[order.argsort()].unflatten(0, chosen.shape)
         return (each * weights.unsqueeze(-1)).sum(-2).type_as(x)
 
@@ -57,19 +45,23 @@ class Experts(nn.ModuleDict):
         """Experts that tokens may go to."""
         return len(self)
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to their experts' outputs (R, D).
-
-        Every expert computes, on no rows if need be: each must have a gradient, or ranks that
-        reduce it together would not all come.
 
         Args:
             rows: of all experts.
-            counts: how many of each, int64 (N,).
+            ends: where each expert's rows end, int64 (N,).
         """
-        parts = rows.split(counts.tolist())
-        done = (expert(part) for expert, part in zip(self.values(), parts, strict=True))
-        return torch.cat(list(done))
+        # Not as DTensors: their dispatch would derive placements anew for every number of rows.
+        w1, w2, w3 = (
+            [w.to_local() if isinstance(w, DTensor) else w for w in matrices]
+            for matrices in zip(
+                *((e.w1.weight, e.w2.weight, e.w3.weight) for e in self.values()), strict=True
+            )
+        )
+        ends = ends_for(rows, w1, ends)
+        halves = F.silu(grouped_linear(rows, w1, ends)) * grouped_linear(rows, w3, ends)
+        return grouped_linear(halves, w2, ends)
 
 
 class Mixture(nn.Module):
@@ -78,7 +70,7 @@ class Mixture(nn.Module):
     def __init__(self, shape: MixtureShape) -> None:
         super().__init__()
         self.router = nn.Linear(shape.dim, shape.num_experts, bias=False)
-        self.experts = Experts({str(i): Expert(shape) for i in range(shape.num_experts)})
+        self.experts = Experts({str(i): FeedForward(shape) for i in range(shape.num_experts)})
         self._per_token, self._rescaled = shape.experts_per_token, shape.norm_topk_prob
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from elastic_trainer.worker.torch_private import (
 )
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_GROUPED = torch.ops.holdfast.grouped_linear.default
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # noqa: SLF001
 _EXPENSIVE = {
     torch.ops.aten.max.default,  # a number: that a float8 scale is computed from
@@ -136,8 +137,9 @@ class SplitExperts(Experts):
         """Experts of all ranks."""
         return len(self) * self._size
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to their experts' outputs (R, D)."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
         came = torch.empty_like(counts)  # (rank it is from, expert)
         dist.all_to_all_single(came, counts, group=self._group)
         came = came.view(self._size, -1)
@@ -145,7 +147,7 @@ class SplitExperts(Experts):
         there = all_to_all_single_autograd(rows, in_rows, out_rows, self._group)
         numbers = torch.arange(len(self), device=rows.device).repeat(self._size)
         order = numbers.repeat_interleave(came.flatten()).argsort(stable=True)
-        done = super().compute(there[order], came.sum(0))[order.argsort()]
+        done = super().compute(there[order], came.sum(0).cumsum(0))[order.argsort()]
         back: Tensor = all_to_all_single_autograd(done, out_rows, in_rows, self._group)
         return back
 
@@ -245,8 +247,9 @@ def _keep_some(
     ) -> CheckpointPolicy:
         if op is _SCATTER:
             kept = is_odd("scatter", ctx)
-        elif op in _PRODUCTS:
-            num_inputs, num_outputs = args[-1].shape
+        elif op in _PRODUCTS or op is _GROUPED:
+            weight = args[1][0].t() if op is _GROUPED else args[-1]
+            num_inputs, num_outputs = weight.shape
             kept = is_odd("product", ctx) and products and num_outputs >= num_inputs
         else:
             kept = products and op in _EXPENSIVE

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from elastic_trainer.plan.models import ModelShape
@@ -205,6 +206,7 @@ def stages_of_rank(pp_rank: int, pp: int, interleave: int) -> list[int]:
     return list(range(pp_rank, pp * interleave, pp))
 
 
+@lru_cache(maxsize=64)
 def end_weight(shape: ModelShape) -> float:
     """Return the embedding's (and the head's) work in layers: of those a token meets."""
     table = shape.vocab_size * shape.dim

@@ -132,6 +132,8 @@ def _all_timed(facts: JobFacts, speeds: Speeds, *, of_training: bool) -> Iterato
     if of_training:
         sizes = [d for d in reversed(divisors(facts.global_batch)) if d <= MAX_MICRO_BATCH]
     for shape in _shapes(facts, facts.num_gpus):
+        most = 1 if facts.compiled else math.gcd(shape.dp, facts.shape.num_experts)
+        layouts = [replace(shape, ep=ep) for ep in divisors(most)]
         for interleave in _interleaves(facts, shape.pp):
             schedule = "interleaved" if interleave > 1 else "1f1b"
             job = replace(facts, schedule=schedule, interleave=interleave)
@@ -143,8 +145,8 @@ def _all_timed(facts: JobFacts, speeds: Speeds, *, of_training: bool) -> Iterato
                     variant = replace(job, micro_batch=size, recompute=recompute)
                     timed = [
                         found
-                        for ep in divisors(math.gcd(shape.dp, facts.shape.num_experts))
-                        if (found := _timed(variant, replace(shape, ep=ep), speeds)) is not None
+                        for layout in layouts
+                        if (found := _timed(variant, layout, speeds)) is not None
                     ]
                     if not timed:
                         break  # a larger micro-batch needs more

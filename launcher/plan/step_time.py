@@ -21,6 +21,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from elastic_trainer.plan.layout import ParallelLayout, end_weight, split_evenly
@@ -218,14 +219,15 @@ class StepTime:
     @property
     def total(self) -> float:
         """All of it, in seconds."""
-        return sum(self.items().values())
+        return sum(_VALUES(self))
 
     def items(self) -> dict[str, float]:
         """Return item -> seconds."""
-        return {name: getattr(self, name) for name in _ITEMS}
+        return dict(zip(_ITEMS, _VALUES(self), strict=True))
 
 
 _ITEMS: Final = tuple(field.name for field in dataclasses.fields(StepTime))
+_VALUES: Final = attrgetter(*_ITEMS)
 
 
 class _Layer(NamedTuple):

@@ -376,10 +376,11 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
         yield from _own_class(spec)
     for field, message, usable in _dimension_mistakes(shape):
         yield finding("HF023", f"model.{field}", message, use=usable)
-    if shape.num_experts > 1 and spec.train.compile:
-        message = "blocks whose tokens choose experts are not compiled"
-        yield finding("HF130", "train.compile", message, "model", use=[False])
     train, tp = spec.train, spec.layout.tp
+    if train.compile and spec.layout.ep > 1:
+        message = "no layer is compiled whose tokens go to other ranks, in numbers known there only"
+        offers: list[Offer] = [{"layout.ep": 1}, {"train.compile": False}]
+        yield finding("HF130", "train.compile", message, "layout", offers=offers)
     if train.compile and train.recompute == "full" and tp > 1 and spec.command is None:
         message = "torch compiles no layer of tp whose activations are all computed again"
         yield finding(

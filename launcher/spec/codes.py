@@ -97,7 +97,7 @@ _TABLE: Final = {
     ),
     "HF128": ("An address that other nodes cannot reach.", "Use another interface, or auto."),
     "HF129": ("Too few ports for an agent.", "Use a wider range, as 29400-29499."),
-    "HF130": ("train.compile of a model with experts.", "Use train.compile: false."),
+    "HF130": ("train.compile with layout.ep above 1.", "Use ep 1, or compile: false."),
     "HF131": (
         "The layout does not fit the memory of its GPUs.",
         "Recompute more, shard further, or use more nodes.",

@@ -25,6 +25,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Final, Literal, NamedTuple
 
 from elastic_trainer.plan.layout import ParallelLayout, end_weight, split_evenly, stages_of_rank
@@ -158,7 +159,7 @@ class RankBytes:
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return sum(self.items().values())
+        return sum(_VALUES(self))
 
     @property
     def counted(self) -> int:
@@ -167,10 +168,11 @@ class RankBytes:
 
     def items(self) -> dict[str, int]:
         """Return item -> bytes."""
-        return {name: getattr(self, name) for name in _ITEMS}
+        return dict(zip(_ITEMS, _VALUES(self), strict=True))
 
 
 _ITEMS: Final = tuple(field.name for field in dataclasses.fields(RankBytes))
+_VALUES: Final = attrgetter(*_ITEMS)
 
 
 def fullest_rank(
@@ -261,8 +263,6 @@ class _Rank:
         outside = whole * (1 if shape.tie_embeddings else 2) + shape.dim
         layer = (shape.num_params() - outside) / shape.num_layers / tp
         matrices = 3 * shape.num_experts / layout.ep
-        self.matrix = self.value * self.ffn * self.width
-        """Bytes of the gradient of one matrix of the feed-forward."""
         self.experts = matrices * self.ffn * self.width
         """Parameters of a layer's feed-forward, or of those of its experts that are kept here."""
         self.layer = layer - self.experts * (layout.ep - 1)
@@ -360,18 +360,9 @@ class _Rank:
         head_flat = 4 * self.table if self.alone and not tied else 0.0
         layer = tied + (2 * self.value * self.layer if self.alone else 0.0)
         computing = self.computing()
-        if self.mixture:
-            # Its flat gradients are large: where they are there, a layer's activations are gone.
-            # The gradients of all experts are whole at once.
-            larger = layer + 2 * self.matrix + max(0.0, max(flat, head_flat) - kept)
-            yield _Moment(activations + computing, 0.0, larger, held)
-            most = activations - 2 * kept + self.last_expert()
-            gradients = max(flat, head_flat) + self.value * self.experts
-            yield _Moment(most, 0.0, layer + gradients, held)
-        else:
-            yield _Moment(activations + computing, 0.0, layer + head_flat, held)
-            if sum(self.layers) > 1:
-                yield _Moment(activations - kept + computing, 0.0, layer + flat, held)
+        yield _Moment(activations + computing, 0.0, layer + head_flat, held)
+        if sum(self.layers) > 1:
+            yield _Moment(activations - kept + computing, 0.0, layer + flat, held)
         if self.last:
             yield from self.ends(activations, head, tied, held)
         if self.first:
@@ -430,20 +421,18 @@ class _Rank:
         Beside the gradient of the layer's output, the most of three moments of the feed-forward:
         the gradients of its last matrix and of the product, whose rows tp has gathered; those of
         both halves and the product, which is gone itself; those of all its matrices and, twice, of
-        its input, when all of width F but one gradient is gone. Of a mixture those of each
-        expert's output, which are weighted in fp32; then expert follows expert.
+        its input, when all of width F but one gradient is gone. Of a mixture the rows are those
+        of each token's experts, whose outputs are weighted in fp32.
         """
-        one, matrix = self.value * self.tokens, self.matrix
-        gradients: float
-        if self.mixture:
-            gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
-        else:
-            wide = one * self.ffn
-            split = one * self.width if self.part < self.width else 0.0
-            last = split + wide + matrix
-            halves = 2 * wide + matrix
-            first = 3 * matrix + 2 * one * self.width - (self.stack.mlp_values - 1) * wide
-            gradients = one * self.part + max(last, halves, first)
+        one = self.value * self.tokens
+        rows = one * self.chosen  # of a mixture a token for each of its experts
+        wide, matrix = rows * self.ffn, self.value * self.experts / 3
+        split = rows * self.width if self.mixture or self.part < self.width else 0.0
+        last = split + wide + matrix
+        halves = 2 * wide + matrix
+        first = 3 * matrix + 2 * rows * self.width - (self.stack.mlp_values - 1) * wide
+        weighted = 8 * self.tokens * self.chosen * self.width + split if self.mixture else 0.0
+        gradients = one * self.part + max(last, halves, first, weighted)
         if self.work.float8:  # the widest factor in fp32, once as it is and once scaled
             gradients += 8 * max(self.tokens * max(self.ffn, self.width), self.ffn * self.width)
         recompute = self.work.recompute
@@ -453,15 +442,6 @@ class _Rank:
         if recompute == "full" or self.stack.selective != "attention":
             shared -= one * self.reduced  # no one's input
         return gradients + max(0.0, self.kept("none") - shared)
-
-    def last_expert(self) -> float:
-        """Return what a mixture's layer has when all but one of its experts are done with backward.
-
-        Of the experts' values those of one, and for all rows the gradients of what went in.
-        """
-        experts = max(1.0, self.work.shape.num_experts / self.layout.ep)
-        done = self.stack.mlp_values * self.ffn * (1 - 1 / experts) - 2 * self.width
-        return self.kept("none") - self.value * self.tokens * self.chosen * done
 
     def kept(self, recompute: str) -> float:
         """Return what one layer keeps of one micro-batch until its backward.

@@ -47,6 +47,8 @@ class JobFacts:
     recompute: str = "none"
     packed: bool = False
     """Samples are packed documents."""
+    compiled: bool = False
+    """Layers are, which none is with ep (HF130)."""
     no_sync: bool | None = None
     """As the job file says; None: where memory allows."""
     memory_gib: float | None = None

@@ -224,6 +224,7 @@ class JobSpec(values.SpecSection):
             float8=self.train.float8 and self.command is None,
             recompute=self.train.recompute,
             packed=self.data.packed,
+            compiled=self.train.compile,
             no_sync=self.train.no_sync,
             memory_gib=device_memory_gib(self.cluster.gpu) if self.layers_known else None,
         )

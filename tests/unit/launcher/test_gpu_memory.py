@@ -204,8 +204,8 @@ def test_experts_are_sharded_over_all_ranks_and_gathered_by_those_that_keep_them
         assert found.weights == found.gradients == pytest.approx(4 * share, rel=1e-6)
         assert found.optimizer == pytest.approx(8 * share, rel=1e-6)
     expert = 3 * MIXTRAL.dim * MIXTRAL.ffn_dim
-    # bf16 of two layers and the gradients of one, and fp32 of one's: 10 bytes each.
-    assert alone.gathered - split.gathered > 9 * 7 * expert
+    # bf16 of two layers, and the fp32 gradients of one: 8 bytes each.
+    assert alone.gathered - split.gathered >= 8 * 7 * expert
 
 
 def test_a_mixture_keeps_the_values_of_the_experts_a_token_goes_to():

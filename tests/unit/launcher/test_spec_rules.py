@@ -46,7 +46,7 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["model=mixtral-8x7b", "layout.ep=6"], "HF121 layout.ep: 6 ... 8 experts ... use 4, 2 or 1"),
         (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 ... dp 4; use 4, 2 or 1"),
         (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 ... 4 / 2; use 2 or 1"),
-        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: ... use train.compile: false"),
+        (["model=mixtral-8x7b", "layout={ep: 2}", "train.compile=true"], "HF130 train.compile: ... use layout.ep: 1, or train.compile: false"),
         (["train.float8=true", "train.precision=fp32"], "HF133 train.float8: ... fp32; use train.precision: bf16, or train.float8: false"),
         (["train.float8=true", "cluster.gpu=A100-80GB-SXM"], "HF133 train.float8: A100-80GB-SXM ... use train.float8: false"),
         (["train.float8=true", "model=mixtral-8x7b"], "HF133 train.float8: experts"),
