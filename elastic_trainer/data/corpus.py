@@ -201,7 +201,12 @@ def _windows(
     match section.format:
         case "sft":
             return read_sft(
-                path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
+                path,
+                section.tokenizer,
+                cache_dir,
+                seq_len=seq_len,
+                cut_long=section.cut_long,
+                crew=crew,
             )
         case "text":
             source = read_text(path, section.tokenizer, cache_dir, as_is=section.as_is)

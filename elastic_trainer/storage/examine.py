@@ -46,6 +46,8 @@ SUFFIXES: Final = {
     "sft": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"),
 }
 """Files of a folder that a format takes."""
+_OF_EXAMPLES: Final = frozenset({"messages", "conversations", "completion", "input_ids"})
+"""Keys by which a record is an example of sft."""
 TABLES: Final = (".parquet", ".arrow")
 COMPRESSED: Final = (".gz", ".zst")
 
@@ -346,7 +348,7 @@ def _instead_of_json(sampled: Sampled, kind: str | None) -> Wrong:
     file = sampled.file
     keys = re.findall(rb'"((?:[^"\\]|\\.){1,40})"\s*:', sampled.head.split(b"\n")[0] or b"")
     names = {key.decode(errors="replace") for key in keys}
-    if names & {"messages", "completion", "input_ids"}:
+    if names & _OF_EXAMPLES:
         advice = "write data.format: sft"
     else:
         advice = "write data.format: jsonl"
@@ -430,7 +432,7 @@ def _wrong_lines(sampled: Sampled, data_format: str, key: str) -> Wrong | None:
             key=lambda name: -len(record[name]),
         )
         advice = f"write data.key: {by_length[0]}" if by_length else "no key has a text"
-        if {"messages", "completion", "input_ids"} & record.keys():
+        if _OF_EXAMPLES & record.keys():
             advice = "write data.format: sft"
         return "HF713", f"{file}: line 1 has no {key!r} among {', '.join(record)}: {advice}"
     return None
