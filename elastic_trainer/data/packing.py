@@ -117,7 +117,7 @@ def _laid_out(
 
 
 def _packed(lengths: Array, room: int, beat: Callable[[], None]) -> tuple[Array, Array]:
-    """Return documents in the order of windows, and each window's first place in it, and the end."""
+    """Return documents in the order of windows, and where each window begins there, and the end."""
     order, firsts = array("q"), array("q", [0])
     for begin in range(0, len(lengths), AT_ONCE):
         for window in best_fit((lengths[begin : begin + AT_ONCE] - 1).tolist(), room):

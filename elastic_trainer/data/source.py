@@ -24,6 +24,17 @@ class UnreadableError(Exception):
 
 
 @contextmanager
+def told_of(key: str) -> Iterator[None]:
+    """Have a DataError of the body, which is of `data.path`, name `key` of the job file instead."""
+    try:
+        yield
+    except DataError as error:
+        if key == "data.path":
+            raise
+        raise DataError(str(error).replace("data.path", key, 1)) from error
+
+
+@contextmanager
 def reading() -> Iterator[None]:
     """Tell the user's errors, with the corpus, from those with our cache.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
+from elastic_trainer.plan.config import DataSection
 from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from launcher.fleet.node_ledger import NodeLedger
@@ -149,25 +150,27 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
 
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
-    bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
     for key, written in spec.data_paths.items():
         path = Path(resolve(written, base_dir))
         if key == "data.tokenizer":
             problem = _unreadable(path)
         else:
-            problem = bad_corpus(path) or (_content(spec, path) if spec.command is None else None)
+            corpus = spec.corpora[key]
+            bad_corpus = _bad_pair if corpus.format == "megatron" else _bad_corpus
+            problem = bad_corpus(path)
+            if problem is None and spec.command is None:
+                problem = _content(corpus, path, spec.shape.vocab_size)
         if problem:
             yield spec.problem(problem[0], key, problem[1])
 
 
-def _content(spec: JobSpec, path: Path) -> tuple[str, str] | None:
+def _content(data: DataSection, path: Path, vocab_size: int) -> tuple[str, str] | None:
     """Return (code, message) if samples of the corpus are not what data.format says."""
-    data = spec.data
     try:
         return examine(
             path,
             data.format,
-            vocab_size=spec.shape.vocab_size,
+            vocab_size=vocab_size,
             key=data.text_key,
             as_is=data.as_is,
         )
