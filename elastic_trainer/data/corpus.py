@@ -22,8 +22,8 @@ from elastic_trainer.data.source import (
     UnreadableError,
     Window,
     Windows,
+    errors_told_of,
     reading,
-    told_of,
 )
 from elastic_trainer.data.text import read_text
 from elastic_trainer.data.tokenised import ALONE, Crew, read_tokenised
@@ -142,7 +142,7 @@ class Mixture:
 
     def _sample(self, number: int, own: int) -> Samples:
         name, corpus = self._by_number[number]
-        with told_of(f"data.mix.{name}"):
+        with errors_told_of(f"data.mix.{name}"):
             return corpus.samples(range(own, own + 1))
 
     def counted(self, indices: range) -> int:
@@ -218,7 +218,7 @@ def open_corpus(
         return corpus
     corpora, identity = dict[str, Corpus](), dict[str, int | str]()
     for (key, one), name in zip(section.corpora.items(), section.mix, strict=True):
-        with told_of(key):
+        with errors_told_of(key):
             corpora[name], of_one = opened(one)
         identity |= {f"{name}: {what}": value for what, value in of_one.items()}
     mixture = Mixture(corpora, [one.weight for one in section.mix.values()])

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from elastic_trainer.storage.examine import told_of
 from elastic_trainer.storage.files import beside
 
 
@@ -24,14 +25,12 @@ class UnreadableError(Exception):
 
 
 @contextmanager
-def told_of(key: str) -> Iterator[None]:
+def errors_told_of(key: str) -> Iterator[None]:
     """Have a DataError of the body, which is of `data.path`, name `key` of the job file instead."""
     try:
         yield
     except DataError as error:
-        if key == "data.path":
-            raise
-        raise DataError(str(error).replace("data.path", key, 1)) from error
+        raise DataError(told_of(key, str(error))) from error
 
 
 @contextmanager

@@ -177,6 +177,14 @@ def some_files(path: Path, wanted: Callable[[str], bool]) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
+    found, _ = _listed(path, wanted)
+    last = len(found) - 1
+    chosen = {last * index // (NUM_FILES - 1) for index in range(NUM_FILES)} if found else set()
+    return [Path(found[index]) for index in sorted(chosen)]
+
+
+def _listed(path: Path, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
+    """Return the wanted files below a folder, and whether that is all of them: see `some_files`."""
     found, folders, left = list[str](), [str(path)], NUM_ENTRIES
     while folders and left > 0:
         with os.scandir(folders.pop()) as entries:
@@ -188,10 +196,7 @@ def some_files(path: Path, wanted: Callable[[str], bool]) -> list[Path]:
                     folders.append(entry.path)
                 elif wanted(entry.name) and entry.is_file():
                     found.append(entry.path)
-    found.sort()
-    last = len(found) - 1
-    chosen = {last * index // (NUM_FILES - 1) for index in range(NUM_FILES)} if found else set()
-    return [Path(found[index]) for index in sorted(chosen)]
+    return sorted(found), left > 0
 
 
 def examine_text(files: Sequence[Path]) -> Wrong | None:
@@ -540,3 +545,49 @@ def examine(
     if data_format == "text" and not as_is:
         return examine_text(some_files(path, lambda name: not name.endswith(NOT_TEXT)))
     return None
+
+
+def count_tokens(path: Path, data_format: str, tokenizer: str) -> int | None:
+    """Return how many tokens a corpus has, or None where the sizes of its files do not say it.
+
+    They do of tokens, and of text under `bytes`, in folders of less than `NUM_ENTRIES` entries.
+
+    Raises:
+        OSError: a file or folder cannot be read.
+    """
+    if data_format == "megatron":
+        bin_file, idx_file = (Path(f"{megatron_prefixes(path)[0]}{end}") for end in MEGATRON_PAIR)
+        with open_regular(idx_file) as idx:
+            _, _, code, *_ = _IDX.unpack(idx.read(_IDX.size).ljust(_IDX.size, b"\0"))
+        letter = _IDX_LETTERS.get(code)
+        return None if letter is None else bin_file.stat().st_size // array(letter).itemsize
+    if data_format == "nanogpt":
+        files, is_all = _files_of(path, lambda name: name.endswith(".bin"))
+        return sum(map(_shard_tokens, files)) if is_all else None
+    if data_format == "text" and tokenizer == "bytes":
+        files, is_all = _files_of(path, lambda name: not name.endswith(NOT_TEXT))
+        separators = len(files)
+        return sum(each.stat().st_size for each in files) + separators if is_all else None
+    return None
+
+
+def _files_of(path: Path, wanted: Callable[[str], bool]) -> tuple[list[Path], bool]:
+    if not path.is_dir():
+        return [path], True
+    found, is_all = _listed(path, wanted)
+    return [Path(each) for each in found], is_all
+
+
+def _shard_tokens(file: Path) -> int:
+    with open_regular(file) as stream:
+        magic, version, count = struct.unpack("<3i", stream.read(12).ljust(12, b"\0"))
+        return count if (magic, version) in _SHARDS else os.fstat(stream.fileno()).st_size // 2
+
+
+def told_of(key: str, message: str) -> str:
+    """Return a message about `data.path`, told of the corpus at `key` of the job file instead."""
+    if not key.startswith("data.mix."):
+        return message.replace("data.path", key, 1)
+    for name in ("path", "key", "format"):
+        message = message.replace(f"data.{name}", key if name == "path" else f"{key}.{name}", 1)
+    return message

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_trainer.data import Corpus, Crew, open_corpus
-from elastic_trainer.data.source import told_of
+from elastic_trainer.data.source import errors_told_of
 from elastic_trainer.plan.config import TrainConfig, ValidationSection
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.train.feed import Feed, MicroBatch
@@ -39,7 +39,7 @@ class Validator:
         crew: Crew,
     ) -> None:
         self._section, self._train = section, config.train
-        with told_of("validation.path"):
+        with errors_told_of("validation.path"):
             corpus = open_corpus(
                 config.data.at(section.path),
                 seq_len=config.train.seq_len,

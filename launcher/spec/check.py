@@ -211,7 +211,8 @@ def _mix(data: DataSection) -> Iterator[BrokenRule]:
                 f"{data_format} beside {data.format}: examples of sft say what counts in the loss "
                 "and do not mix with other formats; fine-tune in a run of its own, by --from"
             )
-            offers: list[Offer] = [{"data.format": "sft"}] if one.format == "sft" else []
+            all_are = all(each.format == "sft" for each in (data.mix or {}).values())
+            offers: list[Offer] = [{"data.format": "sft"}] if all_are else []
             yield finding("HF715", key, message, "data.format", offers=offers)
         if one.key is not None and data_format not in RECORD_FORMATS:
             message = f"key is for jsonl, parquet and arrow, the format is {data_format}"

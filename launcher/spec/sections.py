@@ -281,6 +281,15 @@ class Mixed(SpecSection):
     key: Text | None = _mixed("key")
 
 
+def _some_corpora(value: dict[str, MixedCorpus]) -> dict[str, MixedCorpus]:
+    if not 0 < len(value) <= MAX_CORPORA:
+        raise refuse("HF015", f"expected 1 to {MAX_CORPORA} corpora, found {len(value)}")
+    return value
+
+
+MAX_CORPORA: Final = 1000
+
+
 class _OrWeight:
     """Annotation of a section in whose place a number may stand: its weight."""
 
@@ -311,7 +320,7 @@ class Data(SpecSection):
     mix: (
         Annotated[
             dict[Text, Annotated[MixedCorpus, Becomes(Mixed), _OrWeight()]],
-            Field(min_length=1, max_length=1000),
+            AfterValidator(_some_corpora),
         ]
         | None
     ) = _data("mix")

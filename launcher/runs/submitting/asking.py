@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
 from elastic_trainer.plan.config import DataSection
-from elastic_trainer.storage.examine import examine
+from elastic_trainer.storage.examine import examine, told_of
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from launcher.fleet.node_ledger import NodeLedger
 from launcher.fleet.rules import Standing, kept_off, standings
@@ -161,7 +161,7 @@ def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
             if problem is None and spec.command is None:
                 problem = _content(corpus, path, spec.shape.vocab_size)
         if problem:
-            yield spec.problem(problem[0], key, problem[1])
+            yield spec.problem(problem[0], key, told_of(key, problem[1]))
 
 
 def _content(data: DataSection, path: Path, vocab_size: int) -> tuple[str, str] | None:
