@@ -73,10 +73,10 @@ def test_a_run_goes_on_only_with_the_corpus_it_began_with(tmp_path):
 
 
 def mixed(folder, **weights):
-    """Three corpora of different tokens, so that losses tell them apart."""
+    """Corpora of these weights, each of other tokens."""
+    parts = {"whole": TOKENS, "small": TOKENS[:200], "least": TOKENS[400:700]}
     for name in weights:
-        tokens = np.tile(TOKENS, 2) if name == "whole" else TOKENS[: 200 + 90 * len(name)]
-        tokens.tofile(folder / f"{name}.bin")
+        parts[name].tofile(folder / f"{name}.bin")
     mix = {
         name: MixedCorpus(weight=weight, path=str(folder / f"{name}.bin"))
         for name, weight in weights.items()
