@@ -80,12 +80,11 @@ def write_packed(
     with beside(target) as unpacked:
         lengths, counts = _laid_out(unpacked, documents, beat)
         order, firsts = _packed(lengths, room, beat)
-        total = int(lengths.sum())
-        words = map_array(unpacked, _WORD, offset_bytes=0, length=total) if total else lengths
-        ends = np.cumsum(lengths, dtype=_ROW)
+        starts = _sums(lengths) * _WORD.itemsize
         table = np.stack([_sums(lengths[order]), _sums(counts[order])])[:, firsts]
         digest = hashlib.sha256()
-        with publishing(target) as out:
+        # Not mapped: pages of a map count as the worker's memory.
+        with unpacked.open("rb", buffering=0) as words, publishing(target) as out:
 
             def put(part: Array) -> None:
                 digest.update(part.data)
@@ -93,7 +92,9 @@ def write_packed(
 
             put(np.frombuffer(_HEADER.pack(len(order), len(firsts) - 1), dtype=np.uint8))
             for number, index in enumerate(order.tolist()):
-                put(words[ends[index] - lengths[index] : ends[index]])
+                words.seek(starts[index])
+                size_bytes = starts[index + 1] - starts[index]
+                put(np.frombuffer(words.read(size_bytes), dtype=_WORD))
                 if number % _BEAT_DOCUMENTS == 0:
                     beat()
             put(lengths[order])

@@ -156,27 +156,26 @@ class _Encoder:
 
         `whole`: it becomes a text of its own, with the tokenizer's tokens around one.
         """
+        mask = np.zeros(len(text), dtype=bool)
+        for each in said:
+            mask[each.start : each.stop] = True
         if self._tokenizer is None:
-            ends = [len(char.encode(errors="replace")) for char in text]
-            counted = np.repeat([_within(at, said) for at in range(len(text))], ends)
-            tokens = list(text.encode(errors="replace"))
+            if not text.isascii():
+                mask = np.repeat(mask, [len(char.encode(errors="replace")) for char in text])
+            tokens, counts = list(text.encode(errors="replace")), mask.tolist()
             if not whole:
-                return tokens, counted.tolist()
-            return [*tokens, DOCUMENT_SEPARATOR], [*counted.tolist(), bool(said[-1])]
+                return tokens, counts
+            return [*tokens, DOCUMENT_SEPARATOR], [*counts, bool(said[-1])]
         found = self._tokenizer.encode(text, add_special_tokens=whole)
-        tokens, counts = list(found.ids), list[bool]()
+        tokens, counts = list(found.ids), []
         for start, stop in found.offsets:
             # What has no characters was put there by the tokenizer: it goes with what is before.
-            counts.append(_within(stop - 1, said) if stop > start else bool(counts and counts[-1]))
+            counts.append(bool(mask[stop - 1] if stop > start else counts and counts[-1]))
         end = self._tokenizer.token_to_id(self._template.end) if whole else None
         if end is not None and tokens[-1:] != [end]:
             tokens.append(end)
             counts.append(bool(said[-1]))
         return tokens, counts
-
-
-def _within(place: int, ranges: Sequence[range]) -> bool:
-    return any(place in each for each in ranges)
 
 
 def _tokenised(record: dict[str, Any]) -> Example:
