@@ -120,7 +120,7 @@ class Corpus:
         return window_of(sample, self.num_windows, self._seed)
 
 
-class Mixture:
+class CorpusMix:
     """Corpora by name, which take turns by their weights; the order within each is its own."""
 
     def __init__(self, corpora: Mapping[str, Corpus], weights: Sequence[float]) -> None:
@@ -190,7 +190,7 @@ def open_corpus(
     cache_dir: Path,
     pinned_as: str = "corpus.json",
     crew: Crew = ALONE,
-) -> Corpus | Mixture:
+) -> Corpus | CorpusMix:
     """Open the corpus of `section`, or its mix, and check that it is what this run began with.
 
     Records are encoded by all of `crew`, text by each of them; what comes of it lies in
@@ -221,11 +221,11 @@ def open_corpus(
         with errors_told_of(key):
             corpora[name], of_one = opened(one)
         identity |= {f"{name}: {what}": value for what, value in of_one.items()}
-    mixture = Mixture(corpora, [one.weight for one in section.mix.values()])
-    shares = zip(section.mix, mixture.shares, strict=True)
+    mix = CorpusMix(corpora, [one.weight for one in section.mix.values()])
+    shares = zip(section.mix, mix.shares, strict=True)
     identity |= {f"{name}: share": share for name, share in shares}
     pin(cache_dir.parent / pinned_as, identity, where=", ".join(section.mix))
-    return mixture
+    return mix
 
 
 Identity = dict[str, int | str]

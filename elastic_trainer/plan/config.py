@@ -86,7 +86,7 @@ class MixedCorpus:
 class DataSection:
     """Where the tokens come from: `path` or `mix`. Paths are absolute."""
 
-    path: str | None = option(None, "File or folder; relative to the job file's folder.")
+    path: str | None = option(None, "File or folder, relative to the job file's; this or mix.")
     mix: dict[str, MixedCorpus] | None = field(
         default=None,
         metadata=says("Several corpora: the path of each and its weight, or a name and keys."),

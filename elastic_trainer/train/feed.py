@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_trainer.data import IGNORED, Corpus, Mixture, Samples
+from elastic_trainer.data import IGNORED, Corpus, CorpusMix, Samples
 from elastic_trainer.data.index import micro_batch_samples, samples_of_step
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.plan.config import TrainSection
@@ -41,7 +41,7 @@ class Feed:
 
     def __init__(
         self,
-        corpus: Corpus | Mixture,
+        corpus: Corpus | CorpusMix,
         train: TrainSection,
         rung: Rung,
         *,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_sft_data import CHAT, written
 from test_tokenised import write
 
-from elastic_trainer.data import DataError, Mixture, open_corpus
+from elastic_trainer.data import CorpusMix, DataError, open_corpus
 from elastic_trainer.plan.config import DataSection, MixedCorpus
 from elastic_trainer.plan.mix import MAX_PERIOD, Turns, shares_of
 
@@ -117,7 +117,7 @@ def test_every_format_goes_into_one_mix_and_each_gives_its_own_samples(sources, 
         for kind, one in sources.items()
     }
     mixture = opened(tmp_path / "mixed", mix, seed=5)
-    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture, CorpusMix)
     alone = {
         f"of {kind}": corpus_of(
             one["path"], tmp_path / kind, seq_len=8, seed=5, format=kind, key=one.get("key")
