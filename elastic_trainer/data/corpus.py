@@ -224,7 +224,8 @@ def open_corpus(
     mix = CorpusMix(corpora, [one.weight for one in section.mix.values()])
     shares = zip(section.mix, mix.shares, strict=True)
     identity |= {f"{name}: share": share for name, share in shares}
-    pin(cache_dir.parent / pinned_as, identity, where=", ".join(section.mix))
+    with errors_told_of("data.mix"):
+        pin(cache_dir.parent / pinned_as, identity, where=", ".join(section.mix))
     return mix
 
 

@@ -167,7 +167,7 @@ def test_another_weight_or_corpus_is_not_what_the_run_began_with(sources, tmp_pa
     opened(tmp_path, mix(1.0))
     pinned = json.loads((tmp_path / "corpus.json").read_text())
     assert (pinned["a: share"], pinned["b: share"], pinned["path"]) == (1, 1, "a, b")
-    with pytest.raises(DataError, match=r"^HF706 .*a: share 2, was 1"):
+    with pytest.raises(DataError, match=r"^HF706 data\.mix: .*a: share 2, was 1"):
         opened(tmp_path, mix(2))
     (tmp_path / "other.txt").write_text("other words " * 30)
     with pytest.raises(DataError, match=r"^HF706 .*a: tokens"):
