@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,11 +22,13 @@ from elastic_trainer.data.source import (
     UnreadableError,
     Window,
     Windows,
+    errors_told_of,
     reading,
 )
 from elastic_trainer.data.text import read_text
 from elastic_trainer.data.tokenised import ALONE, Crew, read_tokenised
 from elastic_trainer.plan.config import DataSection
+from elastic_trainer.plan.mix import Turns, shares_of
 from elastic_trainer.storage.examine import examine
 from elastic_trainer.storage.files import publish
 from elastic_trainer.storage.model_files import examine_tokenizer
@@ -119,6 +121,43 @@ class Corpus:
         return window_of(sample, self.num_windows, self._seed)
 
 
+class CorpusMix:
+    """Corpora by name, which take turns by their weights; the order within each is its own."""
+
+    def __init__(self, corpora: Mapping[str, Corpus], weights: Sequence[float]) -> None:
+        self.corpora, self.shares = corpora, shares_of(weights)
+        self._by_number, self._turns = list(corpora.items()), Turns(self.shares)
+
+    def samples(self, indices: range) -> Samples:
+        """Return global samples `indices`.
+
+        Raises:
+            DataError: as `Corpus.samples`.
+        """
+        found = [self._sample(*self._turns.turn(index)) for index in indices]
+        inputs, targets, documents = zip(*found, strict=True)
+        separate = documents[0] is not None
+        return Samples(
+            torch.cat(inputs), torch.cat(targets), torch.cat(documents) if separate else None
+        )
+
+    def _sample(self, number: int, own: int) -> Samples:
+        name, corpus = self._by_number[number]
+        with errors_told_of(f"data.mix.{name}"):
+            return corpus.samples(range(own, own + 1))
+
+    def counted(self, indices: range) -> int:
+        """Return how many targets of global samples `indices` count in the loss; at least 1."""
+        return sum(self.corpora[name].counted(own) for name, own in self.taken(indices).items())
+
+    def taken(self, indices: range) -> dict[str, range]:
+        """Return which of its own samples each corpus gives to global samples `indices`."""
+        return {
+            name: range(*(self._turns.taken(number, at) for at in (indices.start, indices.stop)))
+            for number, (name, _) in enumerate(self._by_number)
+        }
+
+
 def _stacked(rows: tuple[Array, ...]) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
@@ -152,24 +191,57 @@ def open_corpus(
     cache_dir: Path,
     pinned_as: str = "corpus.json",
     crew: Crew = ALONE,
-) -> Corpus:
-    """Open the corpus of `section`, and check that it is the one this run began with.
+) -> Corpus | CorpusMix:
+    """Open the corpus of `section`, or its mix, and check that it is what this run began with.
 
     Records are encoded by all of `crew`, text by each of them; what comes of it lies in
     `cache_dir`, which may be deleted at any time. The first to open a corpus pins it in `pinned_as`
     beside `cache_dir`; the pin may not be deleted.
 
     Raises:
-        DataError: HF701-HF712, a file is unreadable, empty, damaged, of another format, or not the
+        DataError: HF701-HF714, a file is unreadable, empty, damaged, of another format, or not the
             corpus of this run; HF024, the tokenizer has tokens that the model has not.
+        TimeoutError: others of the crew do not encode their parts.
         OSError: the cache or the pin cannot be written.
     """
-    path = Path(section.path)
     pinned = cache_dir.parent / pinned_as
+    if section.encodes and section.tokenizer != "bytes" and not pinned.exists():
+        # A restart has no time for it.
+        _examine_tokenizer(Path(section.tokenizer), vocab_size)
+
+    def opened(one: DataSection) -> tuple[Corpus, Identity]:
+        windows, identity = _opened(
+            one, seq_len=seq_len, vocab_size=vocab_size, cache_dir=cache_dir, crew=crew
+        )
+        where = str(one.path)
+        corpus = Corpus(windows, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=where)
+        return corpus, identity
+
+    if section.mix is None:
+        corpus, identity = opened(section)
+        pin(pinned, identity, where=str(section.path))
+        return corpus
+    corpora, identity = dict[str, Corpus](), dict[str, int | str]()
+    for (key, one), name in zip(section.corpora.items(), section.mix, strict=True):
+        with errors_told_of(key):
+            corpora[name], of_one = opened(one)
+        identity |= {f"{name}: {what}": value for what, value in of_one.items()}
+    mix = CorpusMix(corpora, [one.weight for one in section.mix.values()])
+    shares = zip(section.mix, mix.shares, strict=True)
+    identity |= {f"{name}: share": share for name, share in shares}
+    with errors_told_of("data.mix"):
+        pin(pinned, identity, where=", ".join(section.mix))
+    return mix
+
+
+Identity = dict[str, int | str]
+
+
+def _opened(
+    section: DataSection, *, seq_len: int, vocab_size: int, cache_dir: Path, crew: Crew
+) -> tuple[Windows, Identity]:
+    path = Path(str(section.path))
     try:
-        if section.encodes and section.tokenizer != "bytes" and not pinned.exists():
-            # A restart has no time for it.
-            _examine_tokenizer(Path(section.tokenizer), vocab_size)
         if section.encodes:  # before it is encoded
             _examine(section, vocab_size)
         windows, identity = _windows(section, path, seq_len, cache_dir, crew)
@@ -180,14 +252,12 @@ def open_corpus(
             f"HF701 data.path: {error.__cause__}: check that {path} exists on every node and is "
             "readable"
         ) from error
-    corpus = Corpus(windows, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=str(path))
-    pin(pinned, identity, where=str(path))
-    return corpus
+    return windows, identity
 
 
 def _examine(section: DataSection, vocab_size: int) -> None:
     """Refuse a corpus whose samples are not what its format says (HF703, HF710, HF712)."""
-    path = Path(section.path)
+    path = Path(str(section.path))
     with reading():
         wrong = examine(
             path,
@@ -216,11 +286,16 @@ def _examine_tokenizer(file: Path, vocab_size: int) -> None:
 
 def _windows(
     section: DataSection, path: Path, seq_len: int, cache_dir: Path, crew: Crew
-) -> tuple[Windows, dict[str, int | str]]:
+) -> tuple[Windows, Identity]:
     match section.format:
         case "sft":
             return read_sft(
-                path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
+                path,
+                section.tokenizer,
+                cache_dir,
+                seq_len=seq_len,
+                cut_long=section.cut_long,
+                crew=crew,
             )
         case "text":
             source = read_text(path, section.tokenizer, cache_dir, as_is=section.as_is)

@@ -5,6 +5,7 @@ docs/finetuning.md describes the three forms of an example.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,56 +13,64 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.data.packing import PackedWindows, best_fit, words_of, write_packed
+from elastic_trainer.data.packing import PackedWindows, words_of, write_packed
 from elastic_trainer.data.records import Span, place, record_files, records
 from elastic_trainer.data.source import Array, DataError, reading
 from elastic_trainer.data.text import DOCUMENT_SEPARATOR, listing
+from elastic_trainer.data.tokenised import Crew, encode_together, parts_of
 from elastic_trainer.data.tokenizer import ChatError, ChatTemplate, fingerprint, load_tokenizer
 
 _UNCOUNTED = -100
 """Label, by Hugging Face's convention."""
 _MAX_TOKEN = (1 << 31) - 1
-_FORMS = "messages, prompt and completion, or input_ids and labels"
+_FORMS = "messages (or conversations), prompt and completion, or input_ids and labels"
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT calls roles."""
 
 Example = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and whether each counts in the loss."""
 
 
 def read_sft(
-    path: Path, tokenizer: str, cache_dir: Path, *, seq_len: int, cut_long: bool
+    path: Path, tokenizer: str, cache_dir: Path, *, seq_len: int, cut_long: bool, crew: Crew
 ) -> tuple[PackedWindows, dict[str, int | str]]:
-    """Encode and pack the examples of `path`, once, and open the result.
+    """Encode and pack the examples of `path`, once, all of `crew` together, and open the result.
 
     `path` is a file of JSON lines or a table, or a folder of such; `tokenizer` is `bytes`, or the
     path of a Hugging Face tokenizer.json. `cache_dir` keeps the result and may be deleted at any
-    time. `cut_long`: cut an example that is longer than a window, instead of refusing it.
+    time. `cut_long`: cut an example that is longer than a window, instead of refusing it. Each part
+    of `parts_of` is packed by itself, so that the windows do not depend on who packs.
 
     Returns:
         The windows, and their identity.
 
     Raises:
         UnreadableError: `path` cannot be read.
-        DataError: HF701, HF702, HF704, HF708, HF709.
+        DataError: HF701, HF702, HF704, HF707, HF708, HF709, HF713, HF714.
+        TimeoutError: the parts of others do not come.
         OSError: the cache cannot be written.
     """
     files = record_files(path, "sft")
     with reading():
         listed = listing(files)
+        parts = parts_of([(file, file.stat().st_size) for file in files])
     template, of_tokenizer = ChatTemplate(tokenizer), fingerprint(tokenizer)
-    made_by = f"sft 1\n{seq_len} {cut_long}\n{of_tokenizer}\n{template.identity}\n"
-    key = hashlib.sha256((made_by + listed).encode()).hexdigest()[:32]
-    target = cache_dir / f"{key}.bin"
-    if not target.exists():
-        encode = _Encoder(load_tokenizer(tokenizer), template)
-        documents = list(_documents(files, encode, seq_len, cut_long=cut_long))
-        if not documents:
-            raise DataError(
-                f"HF702 data.path: {path} has no example with a token that counts in the loss: "
-                f"give {_FORMS}, with something for the assistant to say"
-            )
-        windows = best_fit([len(document) - 1 for document in documents], seq_len)
-        write_packed(target, documents, windows)
-    packed = PackedWindows(target)
+    made_by = f"sft 2\n{seq_len} {cut_long}\n{of_tokenizer}\n{template.identity}\n{parts}\n"
+    folder = cache_dir / hashlib.sha256((made_by + listed).encode()).hexdigest()[:32]
+    targets = [folder / f"{number:06}.bin" for number in range(len(parts))]
+    encoder = functools.cache(lambda: _Encoder(load_tokenizer(tokenizer), template))
+
+    def write(at: int) -> None:
+        documents = _documents(parts[at], encoder(), seq_len, cut_long=cut_long)
+        write_packed(targets[at], documents, room=seq_len, beat=crew.beat)
+
+    encode_together(targets, write, crew)
+    packed = PackedWindows(targets)
+    if len(packed) == 0:
+        raise DataError(
+            f"HF702 data.path: {path} has no example with a token that counts in the loss: "
+            f"give {_FORMS}, with something for the assistant to say"
+        )
     identity: dict[str, int | str] = {
         "format": "sft",
         "tokenizer": of_tokenizer,
@@ -74,43 +83,36 @@ def read_sft(
 
 
 def _documents(
-    files: Sequence[Path], encode: _Encoder, seq_len: int, *, cut_long: bool
+    spans: Sequence[Span], encode: _Encoder, seq_len: int, *, cut_long: bool
 ) -> Iterator[Array]:
     """Yield the words of each example with a counted target.
 
     Raises:
-        DataError: HF708, HF709.
+        DataError: HF708, HF709, and what `records` raises.
     """
-    too_long: list[tuple[int, Path, int]] = []
-    for file, at, record in _examples(files):
-        try:
-            tokens, counted = encode(record)
-        except (ValueError, ChatError) as error:
-            raise DataError(
-                f"HF708 data.path: {place(file, at)}: {error}: each record is an example with "
-                f"{_FORMS}"
-            ) from error
-        if len(tokens) > seq_len + 1:
-            too_long.append((len(tokens), file, at))
-            tokens, counted = tokens[: seq_len + 1], counted[: seq_len + 1]
-        if any(counted[1:]):
-            yield words_of(tokens, counted)
-    if too_long and not cut_long:
-        longest, file, at = max(too_long, key=lambda each: each[0])
+    num_long, longest = 0, (0, Path(), 0)
+    for span in spans:
+        for at, record in records(span):
+            try:
+                tokens, counted = encode(record)
+            except (ValueError, ChatError) as error:
+                raise DataError(
+                    f"HF708 data.path: {place(span.file, at)}: {error}: each record is an example "
+                    f"with {_FORMS}"
+                ) from error
+            if len(tokens) > seq_len + 1:
+                num_long += 1
+                longest = max(longest, (len(tokens), span.file, at), key=lambda each: each[0])
+                tokens, counted = tokens[: seq_len + 1], counted[: seq_len + 1]
+            if any(counted[1:]):
+                yield words_of(tokens, counted)
+    if num_long and not cut_long:
+        most, file, at = longest
         raise DataError(
-            f"HF709 data.path: {len(too_long)} examples do not fit train.seq_len {seq_len}, the "
-            f"longest has {longest} tokens ({place(file, at)}): use a seq_len of {longest - 1} or "
-            "more, leave them out, or cut them with data.cut_long: true"
+            f"HF709 data.path: {num_long} examples do not fit train.seq_len {seq_len}, the "
+            f"longest has {most} tokens ({place(file, at)}): use a seq_len of {most - 1} or more, "
+            "leave them out, or cut them with data.cut_long: true"
         )
-
-
-def _examples(files: Sequence[Path]) -> Iterator[tuple[Path, int, Any]]:
-    """Yield each record, with its file and its number there."""
-    for file in files:
-        with reading():
-            whole = Span(file=file, begin=0, end=file.stat().st_size)
-        for at, record in records(whole):
-            yield file, at, record
 
 
 class _Encoder:
@@ -139,8 +141,8 @@ class _Encoder:
             )
         if "input_ids" in record:
             return _tokenised(record)
-        if "messages" in record:
-            text, said = self._template.render(_messages(record["messages"]))
+        if chat := record.keys() & {"messages", "conversations"}:
+            text, said = self._template.render(_messages(record[max(chat)]))
             return self._encoded(text, said, whole=False)
         prompt, completion = record.get("prompt"), record.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
@@ -154,27 +156,26 @@ class _Encoder:
 
         `whole`: it becomes a text of its own, with the tokenizer's tokens around one.
         """
+        mask = np.zeros(len(text), dtype=bool)
+        for each in said:
+            mask[each.start : each.stop] = True
         if self._tokenizer is None:
-            ends = [len(char.encode(errors="replace")) for char in text]
-            counted = np.repeat([_within(at, said) for at in range(len(text))], ends)
-            tokens = list(text.encode(errors="replace"))
+            if not text.isascii():
+                mask = np.repeat(mask, [len(char.encode(errors="replace")) for char in text])
+            tokens, counts = list(text.encode(errors="replace")), mask.tolist()
             if not whole:
-                return tokens, counted.tolist()
-            return [*tokens, DOCUMENT_SEPARATOR], [*counted.tolist(), bool(said[-1])]
+                return tokens, counts
+            return [*tokens, DOCUMENT_SEPARATOR], [*counts, bool(said[-1])]
         found = self._tokenizer.encode(text, add_special_tokens=whole)
-        tokens, counts = list(found.ids), list[bool]()
+        tokens, counts = list(found.ids), []
         for start, stop in found.offsets:
             # What has no characters was put there by the tokenizer: it goes with what is before.
-            counts.append(_within(stop - 1, said) if stop > start else bool(counts and counts[-1]))
+            counts.append(bool(mask[stop - 1] if stop > start else counts and counts[-1]))
         end = self._tokenizer.token_to_id(self._template.end) if whole else None
         if end is not None and tokens[-1:] != [end]:
             tokens.append(end)
             counts.append(bool(said[-1]))
         return tokens, counts
-
-
-def _within(place: int, ranges: Sequence[range]) -> bool:
-    return any(place in each for each in ranges)
 
 
 def _tokenised(record: dict[str, Any]) -> Example:
@@ -198,13 +199,20 @@ def _tokenised(record: dict[str, Any]) -> Example:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a chat whose messages have roles and texts."""
+    """Return a chat whose messages have roles and texts; ShareGPT's `from` and `value` are taken.
+
+    A table gives each message all keys that any has: those with null are left out.
+    """
     if not isinstance(value, list) or not value:
-        raise ValueError("messages is not a list of messages")
+        raise ValueError("the chat is not a list of messages")
+    chat = []
     for number, message in enumerate(value, start=1):
-        texts = isinstance(message, dict) and all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        )
-        if not texts:
+        given = message if isinstance(message, dict) else {}
+        made = {key: item for key, item in given.items() if item is not None}
+        if {"from", "value"} <= made.keys():
+            role = made.pop("from")
+            made = {"role": _ROLES.get(str(role), role), "content": made.pop("value"), **made}
+        if not all(isinstance(made.get(key), str) for key in ("role", "content")):
             raise ValueError(f"message {number} has no role and content that are texts")
-    return value
+        chat.append(made)
+    return chat

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from elastic_trainer.storage.examine import told_of
 from elastic_trainer.storage.files import beside
 
 
@@ -21,6 +22,15 @@ class DataError(Exception):
 
 class UnreadableError(Exception):
     """The corpus cannot be read; the cause, an OSError, says why."""
+
+
+@contextmanager
+def errors_told_of(key: str) -> Iterator[None]:
+    """Have a DataError of the body, which is of `data.path`, name `key` of the job file instead."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(told_of(key, str(error))) from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ run that is interrupted goes on with the parts that are missing, whoever made th
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import time
@@ -92,15 +93,13 @@ def read_tokenised(
     of_tokenizer, end = fingerprint(tokenizer), end_of_text(tokenizer)
     made_by = f"records 1\n{key}\n{of_tokenizer}\n{end}\n{MAX_PARTS} {PART_BYTES}\n"
     folder = cache_dir / hashlib.sha256((made_by + listed).encode()).hexdigest()[:32]
-    folder.mkdir(parents=True, exist_ok=True)
     prefixes = [folder / f"{number:06}" for number in range(len(parts))]
-    own = [at for at in range(crew.rank, len(parts), crew.size) if not _idx(prefixes[at]).exists()]
-    if own:
-        encode = TextEncoder(tokenizer, end)
-        for at in own:
-            write_part(prefixes[at], _texts(parts[at], key), encode, crew.beat)
-            crew.encoded(at + 1, len(parts))
-    _wait([_idx(prefix) for prefix in prefixes], crew)
+    encoder = functools.cache(lambda: TextEncoder(tokenizer, end))
+
+    def write(at: int) -> None:
+        write_part(prefixes[at], _texts(parts[at], key), encoder(), crew.beat)
+
+    encode_together([_idx(prefix) for prefix in prefixes], write, crew)
     dtype = dtype_of(_idx(prefixes[0]))
     arrays = [_open(prefix, dtype) for prefix in prefixes]
     tokens = JoinedTokens([each for each in arrays if len(each)] or arrays[:1])
@@ -117,6 +116,27 @@ def read_tokenised(
         "sha256": of_sources,
     }
     return Source(tokens, identity)
+
+
+def encode_together(targets: Sequence[Path], write: Callable[[int], None], crew: Crew) -> None:
+    """Have `crew` make the files `targets` of one folder, which are whole once they are there.
+
+    `write`: makes one, by its index; what it leaves unfinished is named as `beside` names it.
+
+    Raises:
+        TimeoutError: those of others do not come.
+        OSError: they cannot be written, and what `write` raises.
+    """
+    targets[0].parent.mkdir(parents=True, exist_ok=True)
+    for at in range(crew.rank, len(targets), crew.size):
+        if not targets[at].exists():
+            for stale in targets[at].parent.glob(
+                f".{targets[at].stem}.*"
+            ):  # of one that was killed
+                stale.unlink(missing_ok=True)
+            write(at)
+            crew.encoded(at + 1, len(targets))
+    _wait(targets, crew)
 
 
 def parts_of(sizes: Sequence[tuple[Path, int]]) -> list[tuple[Span, ...]]:
@@ -232,8 +252,6 @@ def write_part(
     Raises:
         OSError: they cannot be written.
     """
-    for stale in prefix.parent.glob(f".{prefix.name}.*"):  # of a worker that was killed
-        stale.unlink(missing_ok=True)
     sizes = array("i")
     with publishing(prefix.with_suffix(".bin")) as out:
         for batch in _in_batches(texts):

@@ -71,10 +71,26 @@ RECORD_FORMATS: Final = ("jsonl", "parquet", "arrow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
-    """Where the tokens come from. Paths are absolute."""
+class MixedCorpus:
+    """A corpus of a mix. `path` is absolute."""
 
-    path: str = field(metadata=says("File or folder; relative to the job file's folder."))
+    weight: float = field(metadata=says("Its share of the samples, beside those of the others."))
+    path: str | None = option(
+        None, "File or folder, relative to the job file's; null: the name is the path."
+    )
+    format: str | None = option(None, "Its format; null: data.format.")
+    key: str | None = option(None, "Its key or column with the text; null: data.key.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """Where the tokens come from: `path` or `mix`. Paths are absolute."""
+
+    path: str | None = option(None, "File or folder, relative to the job file's; this or mix.")
+    mix: dict[str, MixedCorpus] | None = field(
+        default=None,
+        metadata=says("Several corpora: the path of each and its weight, or a name and keys."),
+    )
     format: str = option(
         "text",
         "text files; texts in jsonl, parquet or arrow; nanoGPT .bin shards; Megatron .bin/.idx; or "
@@ -98,8 +114,30 @@ class DataSection:
 
     @property
     def encodes(self) -> bool:
-        """Whether `tokenizer` makes the tokens; else the files have them."""
-        return self.format not in ("nanogpt", "megatron")
+        """Whether `tokenizer` makes tokens of a corpus; else the files have them."""
+        return any(one.format not in ("nanogpt", "megatron") for one in self.corpora.values())
+
+    @property
+    def corpora(self) -> dict[str, DataSection]:
+        """Each corpus as a section with a path, by the job file's key: a mix has several."""
+        if self.mix is None:
+            return {"data.path": self}
+        return {f"data.mix.{name}": self._mixed(name) for name in self.mix}
+
+    def _mixed(self, name: str) -> DataSection:
+        assert self.mix is not None
+        one = self.mix[name]
+        data_format = one.format or self.format
+        has_key = data_format in RECORD_FORMATS
+        return dataclasses.replace(
+            self.at(one.path or name),
+            format=data_format,
+            key=(one.key or self.key) if has_key else None,
+        )
+
+    def at(self, path: str) -> DataSection:
+        """Return this section for the one corpus at `path`."""
+        return dataclasses.replace(self, path=path, mix=None)
 
     @property
     def packed(self) -> bool:

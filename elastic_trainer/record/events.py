@@ -89,6 +89,10 @@ EVENTS: Final[dict[str, str]] = {
         "A trainer is ready to step. layout, resume_step, restored_from, training, training_step"
     ),
     "data.encoded": "This worker has encoded a part of the corpus. part, parts",
+    "data.source": (
+        "What the run draws of one corpus of a mix, by its end, in windows; more than it has: they "
+        "are repeated. source, samples, windows"
+    ),
     "step.completed": (
         "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens, training, training_step"
     ),

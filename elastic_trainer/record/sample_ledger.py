@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_trainer.storage.typed import parse_json
@@ -23,6 +24,8 @@ class SampleAudit:
     """Extra times that samples were consumed."""
     steps_redone: int
     """Steps executed again after a restore; their first execution does not count."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Samples that each corpus of a mix gave; empty without a mix."""
 
 
 def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> SampleAudit:
@@ -41,6 +44,7 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
     for lines in files:
         _read(lines, epochs)
     history: dict[int, list[list[int]]] = {}
+    given: dict[int, Counter[str]] = {}
     redone = 0
     for _, epoch in sorted(epochs.items()):
         for step in [s for s in history if s > epoch.resume_step]:
@@ -49,10 +53,13 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
         for step, parts in epoch.steps.items():
             if len(parts) == epoch.num_files:
                 history[step] = [piece for part in parts for piece in part]
+                given[step] = epoch.sources[step]
     top = max(history, default=start_step)
     counted = [step for step in history if step > start_step]
     lost, repeated = (max(0, top - start_step) - len(counted)) * global_batch, 0
+    sources = Counter[str]()
     for step in counted:
+        sources.update(given[step])
         first, last = (step - 1) * global_batch, step * global_batch
         seen: dict[int, int] = {}
         for start, stop in history[step]:
@@ -60,7 +67,13 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
                 seen[sample] = seen.get(sample, 0) + 1
         lost += sum(sample not in seen for sample in range(first, last))
         repeated += sum(n - 1 if first <= s < last else n for s, n in seen.items())
-    return SampleAudit(steps=len(history), lost=lost, repeated=repeated, steps_redone=redone)
+    return SampleAudit(
+        steps=len(history),
+        lost=lost,
+        repeated=repeated,
+        steps_redone=redone,
+        sources=dict(sources),
+    )
 
 
 @dataclass(slots=True)
@@ -68,6 +81,7 @@ class _Epoch:
     resume_step: int
     num_files: int
     steps: dict[int, list[list[list[int]]]]
+    sources: defaultdict[int, Counter[str]]
 
 
 def _is_entry(entry: Any, *, is_first: bool) -> bool:
@@ -76,8 +90,17 @@ def _is_entry(entry: Any, *, is_first: bool) -> bool:
         return False
     if "epoch" in entry or is_first:
         return all(type(entry.get(key)) is int for key in ("epoch", "resume_step"))
-    samples = entry.get("samples")
-    return type(entry.get("step")) is int and (
+    sources = entry.get("sources", {})
+    return (
+        type(entry.get("step")) is int
+        and _are_ranges(entry.get("samples"))
+        and isinstance(sources, dict)
+        and all(map(_are_ranges, sources.values()))
+    )
+
+
+def _are_ranges(samples: Any) -> bool:
+    return (
         isinstance(samples, list)
         and all(isinstance(each, list) and list(map(type, each)) == [int, int] for each in samples)
         and all(stop - start < _MAX_SAMPLES for start, stop in samples)
@@ -94,8 +117,12 @@ def _read(lines: Iterable[str], epochs: dict[int, _Epoch]) -> None:
         if not _is_entry(entry, is_first=epoch is None):
             break
         if "epoch" in entry:
-            epoch = epochs.setdefault(entry["epoch"], _Epoch(entry["resume_step"], 0, {}))
+            epoch = epochs.setdefault(
+                entry["epoch"], _Epoch(entry["resume_step"], 0, {}, defaultdict(Counter))
+            )
             epoch.num_files += 1
         else:
             assert epoch is not None
             epoch.steps.setdefault(entry["step"], []).append(entry["samples"])
+            for name, ranges in entry.get("sources", {}).items():
+                epoch.sources[entry["step"]][name] += sum(stop - start for start, stop in ranges)

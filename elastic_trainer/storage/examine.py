@@ -46,6 +46,8 @@ SUFFIXES: Final = {
     "sft": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"),
 }
 """Files of a folder that a format takes."""
+_OF_EXAMPLES: Final = frozenset({"messages", "conversations", "completion", "input_ids"})
+"""Keys by which a record is an example of sft."""
 TABLES: Final = (".parquet", ".arrow")
 COMPRESSED: Final = (".gz", ".zst")
 
@@ -180,6 +182,14 @@ def some_files(path: Path, wanted: Callable[[str], bool]) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
+    found, _ = _listed(path, wanted)
+    last = len(found) - 1
+    chosen = {last * index // (NUM_FILES - 1) for index in range(NUM_FILES)} if found else set()
+    return [Path(found[index]) for index in sorted(chosen)]
+
+
+def _listed(path: Path, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
+    """Return the wanted files below a folder, and whether that is all of them: see `some_files`."""
     found, folders, left = list[str](), [str(path)], NUM_ENTRIES
     while folders and left > 0:
         with os.scandir(folders.pop()) as entries:
@@ -191,10 +201,7 @@ def some_files(path: Path, wanted: Callable[[str], bool]) -> list[Path]:
                     folders.append(entry.path)
                 elif wanted(entry.name) and entry.is_file():
                     found.append(entry.path)
-    found.sort()
-    last = len(found) - 1
-    chosen = {last * index // (NUM_FILES - 1) for index in range(NUM_FILES)} if found else set()
-    return [Path(found[index]) for index in sorted(chosen)]
+    return sorted(found), left > 0
 
 
 def examine_text(files: Sequence[Path]) -> Wrong | None:
@@ -351,7 +358,7 @@ def _instead_of_json(sampled: Sampled, kind: str | None) -> Wrong:
     file = sampled.file
     keys = re.findall(rb'"((?:[^"\\]|\\.){1,40})"\s*:', sampled.head.split(b"\n")[0] or b"")
     names = {key.decode(errors="replace") for key in keys}
-    if names & {"messages", "completion", "input_ids"}:
+    if names & _OF_EXAMPLES:
         advice = "write data.format: sft"
     else:
         advice = "write data.format: jsonl"
@@ -435,7 +442,7 @@ def _wrong_lines(sampled: Sampled, data_format: str, key: str) -> Wrong | None:
             key=lambda name: -len(record[name]),
         )
         advice = f"write data.key: {by_length[0]}" if by_length else "no key has a text"
-        if {"messages", "completion", "input_ids"} & record.keys():
+        if _OF_EXAMPLES & record.keys():
             advice = "write data.format: sft"
         return "HF713", f"{file}: line 1 has no {key!r} among {', '.join(record)}: {advice}"
     return None
@@ -543,3 +550,49 @@ def examine(
     if data_format == "text" and not as_is:
         return examine_text(some_files(path, lambda name: not name.endswith(NOT_TEXT)))
     return None
+
+
+def count_tokens(path: Path, data_format: str, tokenizer: str) -> int | None:
+    """Return how many tokens a corpus has, or None where the sizes of its files do not say it.
+
+    They do of tokens, and of text under `bytes`, in folders of less than `NUM_ENTRIES` entries.
+
+    Raises:
+        OSError: a file or folder cannot be read.
+    """
+    if data_format == "megatron":
+        bin_file, idx_file = (Path(f"{megatron_prefixes(path)[0]}{end}") for end in MEGATRON_PAIR)
+        with open_regular(idx_file) as idx:
+            _, _, code, *_ = IDX_HEAD.unpack(idx.read(IDX_HEAD.size).ljust(IDX_HEAD.size, b"\0"))
+        letter = IDX_LETTERS.get(code)
+        return None if letter is None else bin_file.stat().st_size // array(letter).itemsize
+    if data_format == "nanogpt":
+        files, is_all = _files_of(path, lambda name: name.endswith(".bin"))
+        return sum(map(_shard_tokens, files)) if is_all else None
+    if data_format == "text" and tokenizer == "bytes":
+        files, is_all = _files_of(path, lambda name: not name.endswith(NOT_TEXT))
+        separators = len(files)
+        return sum(each.stat().st_size for each in files) + separators if is_all else None
+    return None
+
+
+def _files_of(path: Path, wanted: Callable[[str], bool]) -> tuple[list[Path], bool]:
+    if not path.is_dir():
+        return [path], True
+    found, is_all = _listed(path, wanted)
+    return [Path(each) for each in found], is_all
+
+
+def _shard_tokens(file: Path) -> int:
+    with open_regular(file) as stream:
+        magic, version, count = struct.unpack("<3i", stream.read(12).ljust(12, b"\0"))
+        return count if (magic, version) in SHARDS else os.fstat(stream.fileno()).st_size // 2
+
+
+def told_of(key: str, message: str) -> str:
+    """Return a message about `data.path`, told of the corpus at `key` of the job file instead."""
+    if not key.startswith("data.mix."):
+        return message.replace("data.path", key, 1)
+    for name in ("path", "key", "format"):
+        message = message.replace(f"data.{name}", key if name == "path" else f"{key}.{name}", 1)
+    return message

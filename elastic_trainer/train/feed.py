@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_trainer.data import IGNORED, Corpus, Samples
+from elastic_trainer.data import IGNORED, Corpus, CorpusMix, Samples
 from elastic_trainer.data.index import micro_batch_samples, samples_of_step
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.plan.config import TrainSection
@@ -41,7 +41,7 @@ class Feed:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | CorpusMix,
         train: TrainSection,
         rung: Rung,
         *,
@@ -162,19 +162,28 @@ class SampleLedger(WriteBehind):
 
     The first line says where the epoch resumed; each following one is a step and the
     samples, as [start, stop) ranges, that this rank fed to forward with weight one.
-    `"skipped": true` says that the step's update was not applied: its batch is used up.
+    `"skipped": true` says that the step's update was not applied: its batch is used up. Of a mix,
+    `taken` says which of its own samples each corpus gave, and the line has them too, by name.
 
     Training does not wait for the ledger's storage; but no step counts as committed before its
     line is written (`behind`), so that what is committed is never missing here.
     """
 
     def __init__(
-        self, run_dir: Path, *, epoch: int, dp_rank: int, resume_step: int, layout: str
+        self,
+        run_dir: Path,
+        *,
+        epoch: int,
+        dp_rank: int,
+        resume_step: int,
+        layout: str,
+        taken: Callable[[range], Mapping[str, range]] | None = None,
     ) -> None:
         path = run_dir / "ledger" / f"e{epoch:06d}-dp{dp_rank:05d}.jsonl"
         super().__init__(path, must_keep=True)
         self._put({"epoch": epoch, "resume_step": resume_step, "layout": layout})
         self._samples: list[list[int]] = []
+        self._taken = taken
 
     def fed(self, samples: range) -> None:
         """Note the samples of one micro-batch that went into forward."""
@@ -186,6 +195,13 @@ class SampleLedger(WriteBehind):
     def end_step(self, step: int, *, skipped: bool = False) -> None:
         """Write the line of `step`; called once the optimizer has used or dropped its gradient."""
         line: dict[str, object] = {"step": step, "samples": self._samples}
+        if self._taken is not None:
+            given = [self._taken(range(*each)) for each in self._samples]
+            names = given[0] if given else ()
+            line["sources"] = {
+                name: [[own.start, own.stop] for own in (each[name] for each in given) if own]
+                for name in names
+            }
         self._put({**line, "skipped": True} if skipped else line)
         self._samples = []
 

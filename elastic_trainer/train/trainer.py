@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_trainer.data import Crew, open_corpus
+from elastic_trainer.data import CorpusMix, Crew, open_corpus
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
@@ -200,7 +200,14 @@ class Trainer:
                 dp_rank=here["dp"],
                 resume_step=self.step,
                 layout=str(self.layout),
+                taken=corpus.taken if isinstance(corpus, CorpusMix) else None,
             )
+        if who.rank == 0 and isinstance(corpus, CorpusMix):
+            for name, own in corpus.taken(
+                range(config.train.steps * config.train.global_batch)
+            ).items():
+                windows = corpus.corpora[name].num_windows
+                self.session.emit("data.source", source=name, samples=len(own), windows=windows)
         self.feed = Feed(
             corpus, config.train, self.rung, coordinate=here, ledger=ledger, device=self.device
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_trainer.data import Crew, DataError, open_corpus
+from elastic_trainer.data import Corpus, Crew, open_corpus
+from elastic_trainer.data.source import errors_told_of
 from elastic_trainer.plan.config import TrainConfig, ValidationSection
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.train.feed import Feed, MicroBatch
@@ -39,9 +39,9 @@ class Validator:
         crew: Crew,
     ) -> None:
         self._section, self._train = section, config.train
-        try:
-            self._corpus = open_corpus(
-                dataclasses.replace(config.data, path=section.path),
+        with errors_told_of("validation.path"):
+            corpus = open_corpus(
+                config.data.at(section.path),
                 seq_len=config.train.seq_len,
                 seed=config.train.seed,
                 vocab_size=config.model.vocab_size,
@@ -49,9 +49,9 @@ class Validator:
                 pinned_as="validation.json",
                 crew=crew,
             )
-        except DataError as error:
-            raise DataError(str(error).replace("data.path", "validation.path", 1)) from error
-        num_samples = self._corpus.num_windows  # each once
+        assert isinstance(corpus, Corpus), "a section of one path"
+        self._corpus = corpus
+        num_samples = corpus.num_windows  # each once
         if section.batches is not None:
             num_samples = min(num_samples, section.batches * config.train.global_batch)
         self._samples = range(num_samples)

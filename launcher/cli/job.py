@@ -72,6 +72,7 @@ def check(
     from launcher.plan.planning import plan as make_plan
     from launcher.plan.summary import plan_dict, summary_lines
     from launcher.platforms.targets import target_named
+    from launcher.runs.submitting.passes import drawn, drawn_dicts, drawn_lines
 
     errors: list[Problem] = []
     warnings: list[Problem] = []
@@ -105,12 +106,13 @@ def check(
     if as_json:
         answer: dict[str, Any] = {"ok": True, "problems": []}
         asked = {"platform": said} if live else {}
-        print_json({**answer, **plan_dict(spec, planned), **asked})
+        data = {"data": drawn_dicts(drawn(spec))}
+        print_json({**answer, **plan_dict(spec, planned), **data, **asked})
         return
     print_problems(warnings)
     beside = f", {counted(len(warnings), 'warning')}" if warnings else ""
     click.echo(f"{job}: " + click.style("ok", fg="green") + beside)
-    for line in [*summary_lines(spec, planned), *said]:
+    for line in [*summary_lines(spec, planned), *drawn_lines(drawn(spec)), *said]:
         click.echo(f"  {line}")
 
 
@@ -173,6 +175,7 @@ def plan(
         rung_dict,
         summary_lines,
     )
+    from launcher.runs.submitting.passes import drawn, drawn_dicts, drawn_lines
 
     spec = load_spec(job, sets, site=site)
     if top is not None or picture is not None:
@@ -188,10 +191,11 @@ def plan(
     if as_json:
         chosen = {"nodes": left, "spares": spares, "rung": rung_dict(spec, rung)}
         answer = {"ok": True, "problems": [], **plan_dict(spec, planned), "chosen": chosen}
-        print_json(answer)
+        print_json({**answer, "data": drawn_dicts(drawn(spec))})
         return
     print_problems(planned.warnings)
-    for line in summary_lines(spec, planned, rung, explain=explain):
+    lines = summary_lines(spec, planned, rung, explain=explain)
+    for line in [*lines, *drawn_lines(drawn(spec))]:
         click.echo(line)
     if (change := change_of(spec, planned)) is not None:
         click.echo(change_line(change))

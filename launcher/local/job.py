@@ -297,7 +297,8 @@ def job_code(codes: Mapping[str, int], events: Sequence[Event]) -> int:
 
 
 def _check_data(config: TrainConfig) -> None:
-    places = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    places = {key: each.path or "" for key, each in config.data.corpora.items()}
+    places["data.tokenizer"] = config.data.tokenizer
     if config.validation is not None:
         places["validation.path"] = config.validation.path
     for key, name in places.items():

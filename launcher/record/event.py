@@ -133,6 +133,14 @@ def _restarted(event: Event) -> str:
     return f"the script began again at step {first} after {newest}: {what}"
 
 
+def _source(event: Event) -> str:
+    samples, windows = whole(event, "samples"), whole(event, "windows")
+    passes = f"{samples / windows:.3g} times over" if windows else "of unknown length"
+    repeated = ": repeated" if samples > windows else ""
+    drawn = f"{counted(samples, 'sample')} of its {counted(windows, 'window')}"
+    return f"{event.fields.get('source', '?')}: {drawn}, {passes}{repeated}"
+
+
 def _silent(event: Event) -> str:
     newest = event.fields.get("newest")
     before = "" if newest is None else f"; before this start it had shown step {newest}"
@@ -169,6 +177,7 @@ _TELL: dict[str, _Tell] = {
     "training.finished": _fill("training {training} finished after its step {training_step}"),
     "training.skipped": _fill("training {training} was finished before: its last state is loaded"),
     "data.encoded": _fill("part {part} of {parts} of the corpus is encoded", every_rank=False),
+    "data.source": _source,
     "validation.completed": _validated,
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are skipped"),

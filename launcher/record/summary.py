@@ -22,6 +22,7 @@ Seconds are rounded to milliseconds. Definitions:
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
 - `predicted_tokens_per_s`: what was planned for the layouts of those steps; null: nothing, as of a
   script, or of a GPU without figures.
+- `sources`: of a mix, how many samples each corpus has given; not there without one.
 - `state`: finished, saved, stopped (as asked, before anything was saved), interrupted, failed,
   parked or running.
 - `excluded`: machines that were excluded and not readmitted, with the node each was then.
@@ -82,7 +83,7 @@ def summarise(
     start = config.start_from if config else None
     start_step = start.step if start else 0
     saved = {event.step for event in events if event.event == "checkpoint.committed"}
-    summary = {
+    summary: dict[str, Any] = {
         "version": SUMMARY_VERSION,
         "name": config.name if config else None,
         "run_id": config.run_id if config else None,
@@ -117,6 +118,8 @@ def summarise(
         "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
         "wall_s": round(wall_s, 3),
     }
+    if audit and audit.sources:
+        summary["sources"] = audit.sources
     if config and config.command and not seen["step.completed"]:
         # A script's steps are seen about once a second: what needs each of them is not known.
         summary |= dict.fromkeys(_NEEDS_EVERY_STEP)

@@ -59,7 +59,12 @@ def to_train_config(
         train=spec.train,
         data=dataclasses.replace(
             spec.data,
-            path=resolve(spec.data.path, base_dir),
+            path=spec.data.path and resolve(spec.data.path, base_dir),
+            mix=spec.data.mix
+            and {
+                name: dataclasses.replace(one, path=resolve(one.path or name, base_dir))
+                for name, one in spec.data.mix.items()
+            },
             tokenizer=tokenizer if tokenizer == "bytes" else resolve(tokenizer, base_dir),
         ),
         validation=spec.validation

@@ -367,12 +367,16 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
     """Return SOURCE:TARGET for all that the nodes read and write; none within another."""
     data = []
     if spec.command is None:
+        formats = {each.format for each in spec.corpora.values()}
         for key, written in spec.data_paths.items():
             place = PurePath(resolve(written, base_dir))
             # Megatron's path may be the prefix of two files, and beside a tokenizer lie the chat
             # template and what ends a text; the root of all is mounted anyway.
-            needs = ("sft", *RECORD_FORMATS) if key == "data.tokenizer" else ("megatron",)
-            above = spec.data.format in needs and len(place.parts) > 2
+            if key == "data.tokenizer":
+                above = bool(formats & {"sft", *RECORD_FORMATS})
+            else:
+                above = spec.corpora[key].format == "megatron"
+            above = above and len(place.parts) > 2
             data.append(str(place.parent if above else place))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
     if spec.runs_own_code:

@@ -187,15 +187,40 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
 
 
 def _data(data: DataSection) -> Iterator[BrokenRule]:
+    if data.path is None and data.mix is None:
+        message = "is missing: the file or folder with the corpus; or data.mix, with several"
+        yield finding("HF011", "data.path", message, "data.mix")
+    if data.path is not None and data.mix is not None:
+        message = "path and mix exclude each other; keep one"
+        yield finding("HF016", "data.mix", message, "data.path")
+    yield from _mix(data)
+    formats = {each.format for each in data.corpora.values()}
     if data.cut_long and not data.packed:
         message = f"cut_long is for examples of sft, the format is {data.format}; leave it out"
         yield finding("HF016", "data.cut_long", message, "data.format", use=[False])
-    if data.key is not None and data.format not in RECORD_FORMATS:
-        message = f"key is for jsonl, parquet and arrow, the format is {data.format}; leave it out"
-        yield finding("HF016", "data.key", message, "data.format", use=[None])
-    if data.as_is and data.format != "text":
-        message = f"as_is is for text, the format is {data.format}; leave it out"
-        yield finding("HF016", "data.as_is", message, "data.format", use=[False])
+    said = ", ".join(sorted(formats))
+    if data.key is not None and not formats & {*RECORD_FORMATS}:
+        message = f"key is for jsonl, parquet and arrow, the format is {said}; leave it out"
+        yield finding("HF016", "data.key", message, "data.format", "data.mix", use=[None])
+    if data.as_is and "text" not in formats:
+        message = f"as_is is for text, the format is {said}; leave it out"
+        yield finding("HF016", "data.as_is", message, "data.format", "data.mix", use=[False])
+
+
+def _mix(data: DataSection) -> Iterator[BrokenRule]:
+    for name, one in (data.mix or {}).items():
+        key, data_format = f"data.mix.{name}", one.format or data.format
+        if (data_format == "sft") != data.packed:
+            message = (
+                f"{data_format} beside {data.format}: examples of sft say what counts in the loss "
+                "and do not mix with other formats; fine-tune in a run of its own, by --from"
+            )
+            all_are = all(each.format == "sft" for each in (data.mix or {}).values())
+            offers: list[Offer] = [{"data.format": "sft"}] if all_are else []
+            yield finding("HF715", key, message, "data.format", offers=offers)
+        if one.key is not None and data_format not in RECORD_FORMATS:
+            message = f"key is for jsonl, parquet and arrow, the format is {data_format}"
+            yield finding("HF016", f"{key}.key", f"{message}; leave it out", "data.format")
 
 
 def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
@@ -245,9 +270,11 @@ def _validation(spec: JobSpec) -> Iterator[BrokenRule]:
     if spec.command is not None:
         message = "a command validates by itself (docs/scripts.md); leave the section out"
         yield finding("HF016", "validation", message, "command")
-    elif PurePath(spec.validation.path) == PurePath(spec.data.path):
-        message = f"{spec.validation.path} is data.path too: its loss says nothing about other data"
-        yield finding("HF187", "validation.path", message, "data.path")
+        return
+    for key, each in spec.data.corpora.items():
+        if each.path is not None and PurePath(spec.validation.path) == PurePath(each.path):
+            message = f"{spec.validation.path} is {key} too: its loss says nothing about other data"
+            yield finding("HF187", "validation.path", message, "data.path", "data.mix")
 
 
 def _numbers(spec: JobSpec) -> Iterator[BrokenRule]:

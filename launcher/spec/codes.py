@@ -472,6 +472,10 @@ _TABLE: Final = {
         "What reads parquet, Arrow and .zst is missing.",
         "Install pyarrow on the nodes: pip install 'holdfast-ml[arrow]'.",
     ),
+    "HF715": (
+        "Examples of sft mixed with other formats.",
+        "Give all of data.mix one kind: data.format: sft, or none of it.",
+    ),
     "HF711": ("Wrong numbers in a step stop the job.", "See `numbers`."),
     # Kubernetes: what a job file lacks to be rendered.
     "HF720": ("No container image for the pods.", "Set kubernetes.image."),

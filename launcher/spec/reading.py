@@ -45,6 +45,7 @@ _PLACEHOLDERS: Final[dict[str, Any]] = {
     "name": "job",
     "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
     **FOR_COMMANDS,
+    "data": {},
 }
 """In place of what is missing or wrong, so that the rest can be checked in the same go."""
 _EXPECTED: Final[dict[str, str]] = {
@@ -283,7 +284,8 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
         bad = [tuple(detail["loc"]) for detail in details]
     data = copy.deepcopy(data)
     for path in bad:
-        _drop(data, [part for part in path if part not in MODEL_TAGS])
+        whole = path[:2] if path[:2] == ("data", "mix") else path
+        _drop(data, [part for part in whole if part not in MODEL_TAGS])
     for key, stand_in in _PLACEHOLDERS.items():
         if not isinstance(stand_in, dict):
             data.setdefault(key, stand_in)
@@ -422,6 +424,14 @@ def _read_nothing(name: str) -> str:
 # -- what pydantic found, in the users' words ------------------------------------------------
 
 
+def _section_of(path: KeyPath) -> str:
+    """Return the name of the section around a key; corpora of a mix have names of their own."""
+    outer = path[:-1]
+    if len(outer) > 2 and outer[:2] == ("data", "mix"):
+        outer = (*outer[:2], "NAME", *outer[3:])
+    return ".".join(str(part) for part in outer)
+
+
 def _problem(detail: ErrorDetails, source: SpecSource, sections: Sections) -> Problem:
     path: KeyPath = tuple(detail["loc"])
     if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
@@ -500,7 +510,7 @@ def _number(bound: Any) -> str:
 
 
 def _missing(path: KeyPath, sections: Sections) -> str:
-    info = sections.get(".".join(str(part) for part in path[:-1]), {}).get(str(path[-1]))
+    info = sections.get(_section_of(path), {}).get(str(path[-1]))
     meaning = f": {info.description}" if info and info.description else ""
     return f"is missing{meaning}"
 
@@ -508,7 +518,7 @@ def _missing(path: KeyPath, sections: Sections) -> str:
 def _unknown(path: KeyPath, sections: Sections) -> str:
     """Return a message that names the nearest known key, here or in another section."""
     *outer, last = [str(part) for part in path]
-    section = ".".join(outer)
+    section = _section_of(path)
     if (removed := _REMOVED.get(f"{section}.{last}")) is not None:
         return f"unknown key: {removed}"
     known = list(sections.get(section, ()))

@@ -9,14 +9,23 @@ Types of single values are in `values.py`; what several values must satisfy toge
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
+    MixedCorpus,
     NetworkSection,
     NumbersSection,
     OptimizerConfig,
@@ -77,7 +86,7 @@ from launcher.spec.values import (
 _shape, _plugin = setting_of(ModelShape), setting_of(Plugin)
 _optimizer = setting_of(OptimizerConfig)
 _train = setting_of(TrainSection)
-_data = setting_of(DataSection)
+_data, _mixed = setting_of(DataSection), setting_of(MixedCorpus)
 _validation = setting_of(ValidationSection)
 _checkpoint = setting_of(CheckpointSection)
 _elastic = setting_of(ElasticSection)
@@ -285,13 +294,62 @@ class Train(SpecSection):
     optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
 
 
+Format = Literal["text", "jsonl", "parquet", "arrow", "nanogpt", "megatron", "sft"]
+
+
+class Mixed(SpecSection):
+    """A corpus of a mix; a number in its place is its weight."""
+
+    weight: Positive = _mixed("weight")
+    path: Text | None = _mixed("path")
+    format: Format | None = _mixed("format")
+    key: Text | None = _mixed("key")
+
+
+def _some_corpora(value: dict[str, MixedCorpus]) -> dict[str, MixedCorpus]:
+    if not 0 < len(value) <= MAX_CORPORA:
+        raise refuse("HF015", f"expected 1 to {MAX_CORPORA} corpora, found {len(value)}")
+    return value
+
+
+MAX_CORPORA: Final = 1000
+
+
+class _OrWeight:
+    """Annotation of a section in whose place a number may stand: its weight."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return what validates the section, or one with nothing but the weight."""
+        return core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, dict) else {"weight": value}, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        """Return the section's JSON schema, or a number's."""
+        return {"anyOf": [handler(schema), {"type": "number", "exclusiveMinimum": 0}]}
+
+
 class Data(SpecSection):
     """Where the tokens come from."""
 
-    path: Text = _data("path")
-    format: Literal["text", "jsonl", "parquet", "arrow", "nanogpt", "megatron", "sft"] = _data(
-        "format"
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
+                for key in ("path", "mix")
+            ]
+        }
     )
+
+    path: Text | None = _data("path")
+    mix: (
+        Annotated[
+            dict[Text, Annotated[MixedCorpus, Becomes(Mixed), _OrWeight()]],
+            AfterValidator(_some_corpora),
+        ]
+        | None
+    ) = _data("mix")
+    format: Format = _data("format")
     tokenizer: Text = _data("tokenizer")
     key: Text | None = _data("key")
     cut_long: bool = _data("cut_long")

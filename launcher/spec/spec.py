@@ -195,11 +195,17 @@ class JobSpec(values.SpecSection):
         return "cpu" if self.cluster.gpu == "cpu" else "cuda"
 
     @property
+    def corpora(self) -> dict[str, config.DataSection]:
+        """What the built-in trainer trains on and validates with, by key; paths as written."""
+        found = self.data.corpora
+        if self.validation is not None:
+            found["validation.path"] = self.data.at(self.validation.path)
+        return found
+
+    @property
     def data_paths(self) -> dict[str, str]:
         """What the built-in trainer reads of data, as written, by key."""
-        paths = {"data.path": self.data.path}
-        if self.validation is not None:
-            paths["validation.path"] = self.validation.path
+        paths = {key: each.path for key, each in self.corpora.items() if each.path is not None}
         if self.data.tokenizer != "bytes":
             paths["data.tokenizer"] = self.data.tokenizer
         return paths
@@ -310,6 +316,7 @@ def all_sections() -> dict[str, type[BaseModel]]:
         "train": sections.Train,
         "train.optimizer": sections.Optimizer,
         "data": sections.Data,
+        "data.mix.NAME": sections.Mixed,
         "validation": sections.Validation,
         "checkpoint": sections.Checkpoint,
         "elastic": sections.Elastic,

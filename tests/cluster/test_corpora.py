@@ -6,8 +6,10 @@ import json
 import struct
 
 import numpy as np
+import pytest
 from harness import TEXT, Run, make_config
 
+from elastic_trainer.plan.config import MixedCorpus
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 
@@ -68,3 +70,60 @@ def test_a_run_goes_on_only_with_the_corpus_it_began_with(tmp_path):
     assert sorted(run.curve()) == [1, 2, 3, 4, 5, 6]
     account = run.audit()
     assert (account.steps, account.lost, account.repeated) == (6, 0, 0)
+
+
+def mixed(folder, **weights):
+    """Corpora of these weights, each of other tokens."""
+    parts = {"whole": TOKENS, "small": TOKENS[:200], "least": TOKENS[400:700]}
+    for name in weights:
+        parts[name].tofile(folder / f"{name}.bin")
+    mix = {
+        name: MixedCorpus(weight=weight, path=str(folder / f"{name}.bin"))
+        for name, weight in weights.items()
+    }
+    return {"path": None, "mix": mix, "format": "nanogpt"}
+
+
+def test_a_mix_is_the_same_in_every_layout_and_after_a_kill(tmp_path):
+    """Which corpus gives which sample, and what the ledger says of it."""
+    data = mixed(tmp_path, whole=0.5, small=0.3, least=0.2)
+    layouts = [ParallelLayout(dp=dp) for dp in (1, 2, 3)]
+    config = {"steps": 6, "data": data, "checkpoint": {"memory_every_steps": 1}}
+    curves = {}
+    for dp in (1, 2, 3):
+        (tmp_path / f"dp{dp}").mkdir()
+        run = Run(
+            tmp_path / f"dp{dp}", make_config(tmp_path / f"dp{dp}", layouts[dp - 1], **config)
+        )
+        run.train(1, dp)
+        account = run.audit()
+        assert (account.steps, account.lost, account.repeated) == (6, 0, 0)
+        assert account.sources == {"whole": 36, "small": 22, "least": 14}
+        curves[dp] = run.curve()
+        drawn = {e.fields["source"]: e.fields for e in run.events("data.source")}
+        assert {name: fields["samples"] for name, fields in drawn.items()} == account.sources
+        assert drawn["small"]["samples"] > drawn["small"]["windows"]
+    (tmp_path / "killed").mkdir()
+    run = Run(tmp_path / "killed", make_config(tmp_path / "killed", *layouts, **config))
+    with run.epoch(1, 3) as group:
+        group.until("step 3", lambda: group.beat(0).step >= 3)
+        for worker in group.workers:
+            worker.kill()
+        group.wait()
+    run.train(2, 2)
+    account = run.audit()
+    assert (account.steps, account.lost, account.repeated) == (6, 0, 0)
+    assert account.sources == {"whole": 36, "small": 22, "least": 14}
+    for curve in (curves[2], curves[3], run.curve()):
+        assert curve == pytest.approx(curves[1], rel=1e-5)
+    run.write(
+        make_config(
+            run.path,
+            *layouts,
+            **{**config, "steps": 7, "data": mixed(tmp_path, whole=0.5, small=0.25, least=0.25)},
+        )
+    )
+    run.train(3, 1, code=EXIT_DO_NOT_RESTART)
+    message = json.loads(run.error_file(3, 0).read_text())["message"]["message"]
+    assert message.startswith("DataError: HF706 ")
+    assert "small: share" in message

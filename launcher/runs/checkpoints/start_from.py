@@ -187,6 +187,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "train.deterministic": Key(True, "from the next step"),
     "train.optimizer": Key(True, "from the next step; the moments are kept"),
     "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
+    "data.mix": Key(True, "the same corpora and weights; others are refused (HF706)"),
     "data.format": Key(False, _NEXT),
     "data.tokenizer": Key(False, _NEXT),
     "data.key": Key(False, _NEXT),

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_trainer.plan.command import split_command
-from elastic_trainer.storage.examine import examine
+from elastic_trainer.plan.config import DataSection
+from elastic_trainer.storage.examine import examine, told_of
 from elastic_trainer.storage.files import MEGATRON_PAIR, megatron_prefixes
 from elastic_trainer.storage.model_files import examine_tokenizer
 from launcher.fleet.node_ledger import NodeLedger
@@ -153,27 +154,47 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
 
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
-    bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
     for key, written in spec.data_paths.items():
         path = Path(resolve(written, base_dir))
-        wrong = _unreadable(path) if key == "data.tokenizer" else bad_corpus(path)
-        found = [wrong] if wrong else _content(spec, key, path) if spec.command is None else []
-        for code, message in found:
-            yield spec.problem(code, key, message)
-
-
-def _content(spec: JobSpec, key: str, path: Path) -> list[tuple[str, str]]:
-    """Return (code, message) of what is wrong in the tokenizer, or in samples of a corpus."""
-    data, vocab_size = spec.data, spec.shape.vocab_size
-    try:
         if key == "data.tokenizer":
-            return examine_tokenizer(path, vocab_size)
-        wrong = examine(
-            path, data.format, vocab_size=vocab_size, key=data.text_key, as_is=data.as_is
-        )
+            found = [wrong] if (wrong := _unreadable(path)) else _of_tokenizer(spec, path)
+        else:
+            found = _of_corpus(spec, spec.corpora[key], path)
+        for code, message in found:
+            yield spec.problem(code, key, told_of(key, message))
+
+
+def _of_tokenizer(spec: JobSpec, path: Path) -> list[tuple[str, str]]:
+    """Return (code, message) of what is wrong in the tokenizer."""
+    if spec.command is not None:
+        return []
+    try:
+        return examine_tokenizer(path, spec.shape.vocab_size)
     except OSError as error:
         return [("HF202", f"{error.filename or path} cannot be read: {error.strerror}")]
+
+
+def _of_corpus(spec: JobSpec, corpus: DataSection, path: Path) -> list[tuple[str, str]]:
+    """Return (code, message) if a corpus cannot be read, or samples are not what is said."""
+    bad_corpus = _bad_pair if corpus.format == "megatron" else _bad_corpus
+    wrong = bad_corpus(path)
+    if wrong is None and spec.command is None:
+        wrong = _content(corpus, path, spec.shape.vocab_size)
     return [wrong] if wrong else []
+
+
+def _content(data: DataSection, path: Path, vocab_size: int) -> tuple[str, str] | None:
+    """Return (code, message) if samples of the corpus are not what data.format says."""
+    try:
+        return examine(
+            path,
+            data.format,
+            vocab_size=vocab_size,
+            key=data.text_key,
+            as_is=data.as_is,
+        )
+    except OSError as error:
+        return "HF202", f"{error.filename or path} cannot be read: {error.strerror}"
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.data import packing
 from elastic_trainer.data.corpus import IGNORED, Corpus
 from elastic_trainer.data.packing import PackedWindows, best_fit, words_of, write_packed
 
@@ -39,15 +41,25 @@ def documents(draw):
     return found
 
 
-@given(documents())
+@given(documents(), st.integers(1, 4), st.integers(1, 20))
 def test_every_document_is_whole_in_one_sample_and_its_counted_tokens_are_targets_once(
-    tmp_path_factory, given_documents
+    tmp_path_factory, given_documents, num_files, at_once
 ):
-    file = tmp_path_factory.mktemp("packed") / "cache" / "a.bin"
-    windows = best_fit([len(tokens) - 1 for tokens, _ in given_documents], ROOM)
-    write_packed(file, [words_of(*each) for each in given_documents], windows)
-    packed = PackedWindows(file)
-    assert (len(packed), packed.num_documents) == (len(windows), len(given_documents))
+    """In however many files they are, and however few are packed together."""
+    folder = tmp_path_factory.mktemp("packed")
+    files, expected_windows = [folder / f"{at}.bin" for at in range(num_files)], 0
+    for at, file in enumerate(files):
+        own = given_documents[at::num_files]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "AT_ONCE", at_once)
+            write_packed(file, (words_of(*each) for each in own), room=ROOM, beat=lambda: None)
+        lengths = [len(tokens) - 1 for tokens, _ in own]
+        for begin in range(0, len(own), at_once):
+            expected_windows += len(best_fit(lengths[begin : begin + at_once], ROOM))
+    assert sorted(folder.iterdir()) == files
+    packed = PackedWindows(files)
+    assert (len(packed), packed.num_documents) == (expected_windows, len(given_documents))
+    assert packed.num_tokens == sum(len(tokens) for tokens, _ in given_documents)
     corpus = Corpus(packed, seq_len=ROOM, seed=3, vocab_size=1000, where="here")
     samples = range(len(packed))
     inputs, targets, begins = corpus.samples(samples)
@@ -80,6 +92,6 @@ def test_every_document_is_whole_in_one_sample_and_its_counted_tokens_are_target
 def test_the_same_documents_make_the_same_file(tmp_path):
     some = [words_of(np.arange(5), [True] * 5), words_of(np.arange(3), [False, True, False])]
     for name in "ab":
-        write_packed(tmp_path / name, some, best_fit([4, 2], 8))
+        write_packed(tmp_path / name, some, room=8, beat=lambda: None)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert PackedWindows(tmp_path / "a").digest == PackedWindows(tmp_path / "b").digest
+    assert PackedWindows([tmp_path / "a"]).digest == PackedWindows([tmp_path / "b"]).digest

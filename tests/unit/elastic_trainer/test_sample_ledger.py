@@ -46,3 +46,32 @@ def test_the_audit_reads_what_is_written(tmp_path):
     files = [path.read_text().splitlines() for path in (tmp_path / "ledger").iterdir()]
     account = audit(files, global_batch=4)
     assert (account.steps, account.lost, account.repeated) == (1, 0, 0)
+
+
+def test_of_a_mix_each_line_says_which_samples_each_corpus_gave(tmp_path):
+    def taken(samples):
+        half = {at: (samples.start + at) // 2 for at in (0, 1)}
+        ends = {at: (samples.stop + at) // 2 for at in (0, 1)}
+        return {"odd": range(half[0], ends[0]), "even": range(half[1], ends[1])}
+
+    for rank, samples in enumerate(([range(4, 5), range(6, 7)], [range(5, 6), range(7, 8)])):
+        ledger = SampleLedger(
+            tmp_path, epoch=1, dp_rank=rank, resume_step=1, layout="dp2", taken=taken
+        )
+        for each in samples:
+            ledger.fed(each)
+        ledger.end_step(2)
+        ledger.close()
+    files = [path.read_text().splitlines() for path in sorted((tmp_path / "ledger").iterdir())]
+    assert [json.loads(lines[1])["sources"] for lines in files] == [
+        {"odd": [], "even": [[2, 3], [3, 4]]},
+        {"odd": [[2, 3], [3, 4]], "even": []},
+    ]
+    account = audit(files, global_batch=4, start_step=1)
+    assert (account.lost, account.repeated, account.sources) == (0, 0, {"odd": 2, "even": 2})
+    # What is done again counts once.
+    again = [json.dumps({"epoch": 2, "resume_step": 1})]
+    again += [json.dumps({"step": 2, "samples": [[4, 8]], "sources": {"odd": [[2, 4]]}})]
+    assert audit([*files, again], global_batch=4, start_step=1).sources == {"odd": 2}
+    torn = [files[0][0], json.dumps({"step": 2, "samples": [[4, 8]], "sources": {"odd": 7}})]
+    assert audit([torn], global_batch=4, start_step=1).steps == 0

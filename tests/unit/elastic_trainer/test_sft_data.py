@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import threading
 
 import pytest
 from corpora import corpus_of
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from elastic_trainer.data import IGNORED, DataError
-from elastic_trainer.data.sft import _Encoder
+from elastic_trainer.data import IGNORED, Crew, DataError, tokenised
+from elastic_trainer.data.sft import _Encoder, read_sft
+from elastic_trainer.data.tokenised import ALONE
 from elastic_trainer.data.tokenizer import ChatTemplate
 
 CHAT = [
@@ -158,6 +161,98 @@ def test_what_is_tokenised_already_is_taken_as_it_is(tmp_path):
     assert targets[0].tolist() == [6, IGNORED, 8, IGNORED]
 
 
+SHAREGPT = [
+    {"from": "human", "value": "1+1?"},
+    {"from": "gpt", "value": "2"},
+]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {"conversations": SHAREGPT},
+        {"conversations": CHAT[:2]},
+        {"messages": SHAREGPT},
+        {"messages": [{**message, "tool_calls": None} for message in CHAT[:2]]},
+    ],
+    ids=["ShareGPT", "roles in conversations", "ShareGPT in messages", "nulls of a table"],
+)
+def test_chats_are_taken_as_data_sets_have_them(chat):
+    encode = _Encoder(None, ChatTemplate("bytes"))
+    assert encode(chat) == encode({"messages": CHAT[:2]})
+
+
+def test_a_systems_word_and_other_roles_go_to_the_template_as_they_are():
+    said = [{"from": "system", "value": "Be brief."}, {"from": "tool", "value": "4"}, *SHAREGPT]
+    tokens, _ = _Encoder(None, ChatTemplate("bytes"))({"conversations": said})
+    assert bytes(tokens).startswith(b"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>tool\n4")
+
+
+@pytest.mark.parametrize("name", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_windows_do_not_depend_on_who_encodes(name, size, tmp_path, monkeypatch):
+    """Nor on a worker that was killed in the middle; each part is made once."""
+    monkeypatch.setattr(tokenised, "PART_BYTES", 900)
+    monkeypatch.setattr(tokenised, "_POLL_S", 0.001)
+    chats = [
+        {"messages": [CHAT[0], {"role": "assistant", "content": f"{number} " * (number % 5 + 1)}]}
+        for number in range(90)
+    ]
+    path = tmp_path / f"a.{name}"
+    if name in ("parquet", "arrow"):
+        pa = pytest.importorskip("pyarrow")
+        table = pa.Table.from_pylist(chats)
+        if name == "parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=20)
+        else:
+            with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                writer.write_table(table, max_chunksize=20)
+    else:
+        lines = "".join(f"{json.dumps(chat)}\n" for chat in chats).encode()
+        path.write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    found, told = {}, []
+
+    def work(rank):
+        crew = Crew(rank=rank, size=size, encoded=lambda *part: told.append(part))
+        found[rank] = read_sft(
+            path, "bytes", tmp_path / "cache", seq_len=160, cut_long=False, crew=crew
+        )
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == size
+    files = sorted(tmp_path.glob("cache/*/*"))
+    assert sorted(told) == [(part + 1, len(files)) for part in range(len(files))]
+    assert len(files) > 3 or name == "jsonl.gz"
+    one, identity = read_sft(
+        path, "bytes", tmp_path / "alone", seq_len=160, cut_long=False, crew=ALONE
+    )
+    assert (identity["documents"], identity["windows"]) == (90, len(one))
+    for windows, other in found.values():
+        assert other == identity
+        for index in range(len(one)):
+            assert windows.window(index).tokens.tolist() == one.window(index).tokens.tolist()
+    files[0].unlink()
+    stale = files[0].with_name(f".{files[0].name}-00")
+    stale.write_bytes(b"of a worker that was killed")
+    told.clear()
+    work(0)
+    assert told == [(1, len(files))]
+    assert sorted(tmp_path.glob("cache/*/*")) == files
+
+
+def test_a_part_without_an_example_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenised, "PART_BYTES", 60)
+    nothing = {"messages": CHAT[:1]}
+    path = written(tmp_path / "a.jsonl", nothing, nothing, {"messages": CHAT[:2]}, nothing)
+    corpus = opened(path, tmp_path, seq_len=100)
+    assert (len(corpus.windows), corpus.windows.num_documents) == (1, 1)
+    assert corpus.counted(range(1)) == len(b"2<|im_end|>\n")
+
+
 @given(st.lists(st.tuples(st.text(max_size=9), st.text(min_size=1, max_size=9)), min_size=1))
 def test_bytes_count_exactly_the_completion(pairs):
     for prompt, completion in pairs:
@@ -217,6 +312,7 @@ BAD = {
     "a list": ("[]", "a list, not a mapping"),
     "keys of another form": ('{"text": "a"}', "has the keys 'text'"),
     "no completion": ('{"prompt": "a"}', "has the keys 'prompt'"),
+    "nobody says it": ('{"conversations": [{"value": "a"}]}', "message 1 has no role"),
     "a message without a text": ('{"messages": [{"role": "user"}]}', "message 1 has no role"),
     "no messages": ('{"messages": []}', "not a list of messages"),
     "shifted labels": ('{"input_ids": [1, 2], "labels": [2, -100]}', "not shifted"),
