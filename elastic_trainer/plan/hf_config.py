@@ -222,7 +222,7 @@ def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
     if SLIDING not in types:
         return {"sliding_window": None}
     if window is None:
-        raise ConfigError("HF022", f"layer_types has {SLIDING}, but there is no sliding_window")
+        raise ConfigError("HF022", f"layer_types has {SLIDING}, but no sliding_window is used")
     period = next(n for n in range(1, num_layers + 1) if types[n:] == types[:-n])
     return {"sliding_window": window, "layer_types": tuple(types[:period])}
 
@@ -240,13 +240,13 @@ def _ropes(raw: dict[str, Any], family: type[LocalRopeShape]) -> dict[str, Any]:
     """Return what all layers' RoPE has, and what that of layers with a window has."""
     both, key = raw.get("rope_parameters"), family.hf_local_theta
     if both is None:
-        theta = raw[key or "rope_theta"]
+        theta = _number(raw, key or "rope_theta")
         if key is None and theta != family.hf_defaults["rope_theta"]:
             # Versions of transformers differ in what layers with a window then have.
             raise ConfigError(
-                "HF022", f"rope_theta {theta!r:.40} may be of some layers; use rope_parameters"
+                "HF022", f"rope_theta {theta:g} may be of some layers; use rope_parameters"
             )
-        return {**_rope(raw, raw), "rope_local_theta": _number(raw, key or "rope_theta")}
+        return {**_rope(raw, raw), "rope_local_theta": theta}
     if not isinstance(both, dict) or not {*both} <= {SLIDING, FULL}:
         raise ConfigError("HF021", f"rope_parameters is not an object of {SLIDING} and {FULL}")
     local, rest = both.get(SLIDING) or {}, {**raw, "rope_parameters": both.get(FULL)}
