@@ -14,6 +14,7 @@ from elastic_trainer.agent.membership.messages import (
     Formed,
     Message,
     Ping,
+    Prepare,
     Reject,
     Renewed,
     Stop,
@@ -23,8 +24,10 @@ from elastic_trainer.agent.membership.messages import (
 )
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     JobStopped,
+    PrepareEpoch,
     Report,
     ShowWorkers,
     WorkersReady,
@@ -82,6 +85,10 @@ class Follower(Role):
                 ctx.renewed = (ctx.term, beat, ctx.now)
             case EpochAborted() | ShowWorkers() | AskWorkers():
                 self._of_workers(message)
+            case Prepare(formed=formed) if ctx.fits(formed):
+                ctx.tell(PrepareEpoch(formed=ctx.notice_of(formed)))
+            case DropPrepared():
+                ctx.tell(message)
             case Stop(code=code, reason=reason, serves=serves):
                 return JobStopped(code, reason, serves, on_record=True)
             case Reject(code=int() as code, reason=reason):
