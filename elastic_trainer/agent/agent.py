@@ -274,11 +274,8 @@ class HoldfastAgent(ElasticAgent):
         match notice:
             case EpochFormed():
                 self._form(notice)
-            case PrepareEpoch(formed=formed):
-                self._prepare(formed)
-            case DropPrepared(number=number):
-                if self._planned is not None and self._planned.prepared == number:
-                    self._drop_prepared()
+            case PrepareEpoch() | DropPrepared():
+                self._plan(notice)
             case EpochAborted(epoch=number) if epoch is not None and number >= epoch.formed.epoch:
                 self._reporter.aborted(notice)
                 if notice.stacks:
@@ -351,9 +348,14 @@ class HoldfastAgent(ElasticAgent):
 
     # -- an epoch that may come -------------------------------------------------------------
 
-    def _prepare(self, formed: EpochFormed) -> None:
-        """Have its workers made ready beside those that run."""
+    def _plan(self, notice: PrepareEpoch | DropPrepared) -> None:
+        """Have the workers of an epoch made ready beside those that run, or end them."""
         known, me = self._planned, self._config.me
+        if isinstance(notice, DropPrepared):
+            if known is not None and known.prepared == notice.number:
+                self._drop_prepared()
+            return
+        formed = notice.formed
         if self._left or formed.epoch <= self._newest or group_rank_of(formed, me) < 0:
             return
         if known is not None and known.prepared == formed.prepared:

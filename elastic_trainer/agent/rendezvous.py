@@ -336,7 +336,7 @@ class EpochStore:
         """The newest last."""
         self._next = 0
 
-    def open(self, epoch: int, beside: bool = False) -> tuple[str, int]:  # noqa: FBT001, FBT002  as the effect has it
+    def open(self, epoch: int, beside: bool = False) -> tuple[str, int]:
         """Close the store of the epoch before, open that of `epoch`, return its address and port.
 
         `beside`: the epoch that runs keeps the newest.

@@ -71,7 +71,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersStepped,
     named,
 )
-from elastic_trainer.agent.membership.preparation import Preparation, again_s
+from elastic_trainer.agent.membership.preparation import Preparation, Preparations, again_s
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
@@ -226,16 +226,13 @@ class Coordinator(Role):
         self.stragglers = Stragglers()
         self._slow: set[str] = set()
         """Nodes that gave their place to a spare."""
-        self._preparation: Preparation | None = None
-        """The next epoch, while its workers are made ready or wait."""
-        self._preparations = self._unprepared = 0
-        """How many there were, and how many in a row have failed."""
+        self.preparations = Preparations()
         self._expected = won.expected
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
         self._amid = won.amid
-        self._form_asked = ctx.now  # that the board was asked for the next epoch
-        self._waited_for_late = False
+        # When the board was asked for the next epoch.
+        self._form_asked, self._waited_for_late = ctx.now, False
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -482,9 +479,7 @@ class Coordinator(Role):
             if self.phase is Phase.DRAINING:
                 signal = self._stop_signal
                 ctx.send(conn, AskWorkers(epoch=ctx.epoch, request=self._asked, signal=signal))
-        ready = self._preparation
-        if ready is not None and ready.store is not None and member.agent_id in ready.ids:
-            self._send_prepare(ready, (member.agent_id,))
+        self._tell_of_preparation(member)
         return self.advance()
 
     # --- who lives -----------------------------------------------------------------------
@@ -618,7 +613,7 @@ class Coordinator(Role):
             return self._park()
         elif self.phase is Phase.IDLE and not self._may_be_cut_off():
             self.phase, self._form_asked = Phase.FORMING, self.ctx.now
-            ready = self._preparation
+            ready = self.preparations.now
             self.lease.form(None if ready is None else ready.store)
         return None
 
@@ -758,12 +753,12 @@ class Coordinator(Role):
         if rung is None:
             self.phase = Phase.IDLE
             return self.advance()
-        ready = self._preparation
+        ready = self.preparations.now
         if ready is not None and not (ready.possible(pool) and ready.epoch == lease.epoch):
             self._drop_preparation("the next epoch is another one")
             return None
         if ready is not None:
-            self._preparation = None
+            self.preparations.now = None
             members = ready.members  # others that came meanwhile let it grow again
             rung = self.ladder.rung_for(len(members))
             assert rung is not None, f"{len(members)} nodes were prepared"
@@ -855,20 +850,15 @@ class Coordinator(Role):
             self._ask_all(Request.GROW)
             return
         within_s = ctx.settings.prepare_s / (6 if must else 1)
-        if self._preparation is not None and must:
-            self._preparation.wanted = wanted
+        if self.preparations.now is not None and must:
+            self.preparations.now.wanted = wanted
             ctx.timers["prepare"] = min(ctx.timers["prepare"], ctx.now + within_s)
-        if self._preparation is not None or (not must and "again" in ctx.timers):
+        if self.preparations.now is not None or (not must and "again" in ctx.timers):
             return
         current, able = set(self.members), self._able()
         members = choose_members(able, current, rung.num_nodes, self._slow)
-        self._preparations += 1
-        self._preparation = Preparation(
-            (ctx.term << 20) + self._preparations,
-            self.lease.open_store(beside=True),
-            members,
-            wanted=wanted,
-        )
+        epoch = self.lease.open_store(beside=True)
+        self.preparations.begin(ctx.term, epoch, members, wanted=wanted)
         ctx.after("prepare", within_s)
         ctx.log(
             "epoch.preparing",
@@ -884,6 +874,12 @@ class Coordinator(Role):
             ready.store = self.lease.store
             self._send_prepare(ready, tuple(ready.ids))
 
+    def _tell_of_preparation(self, member: Member) -> None:
+        """Say it again to one that comes back: its connection may have lost it."""
+        ready = self.preparations.now
+        if ready is not None and ready.store is not None and member.agent_id in ready.ids:
+            self._send_prepare(ready, (member.agent_id,))
+
     def _send_prepare(self, ready: Preparation, agent_ids: tuple[str, ...]) -> None:
         assert ready.store is not None
         formed = self._formed(ready.epoch, ready.members, ready.store, ready.wanted, ready.number)
@@ -893,7 +889,7 @@ class Coordinator(Role):
 
     def _prepared(self, peer: Peer, report: WorkersPrepared) -> Transition | None:
         """Count a node as ready; once all are, the workers leave at the next boundary."""
-        ready = self._preparation
+        ready = self.preparations.now
         if ready is None or report.number != ready.number:
             return None
         if report.failed:
@@ -901,13 +897,13 @@ class Coordinator(Role):
         ready.now_waits(peer.member.agent_id)
         if ready.complete:
             self.ctx.timers.pop("prepare", None)
-            self._unprepared = 0
+            self.preparations.failed = 0
             self.ctx.log("epoch.prepared", reason=ready.wanted)
             self._ask_all(Request.GROW)
         return None
 
     def _not_prepared_in_time(self) -> Transition | None:
-        ready = self._preparation
+        ready = self.preparations.now
         if ready is None:
             return None
         missing = ready.missing
@@ -916,7 +912,7 @@ class Coordinator(Role):
 
     def _not_prepared(self, why: str) -> Transition | None:
         """Train on, and try again later; where nodes have to go, go on without."""
-        ready = self._preparation
+        ready = self.preparations.now
         assert ready is not None
         self._drop_preparation(why)
         if ready.wanted == "departure":
@@ -924,8 +920,8 @@ class Coordinator(Role):
             return None
         if ready.wanted == "swap":  # it is still slow: found again, it is tried again
             self._slow -= {p.member.node for p in map(self.peers.get, self.members) if p}
-        self._unprepared += 1
-        wait_s = again_s(self._unprepared)
+        self.preparations.failed += 1
+        wait_s = again_s(self.preparations.failed)
         self.ctx.after("again", wait_s)
         self.ctx.tell(
             Warned(
@@ -937,7 +933,7 @@ class Coordinator(Role):
 
     def _drop_preparation(self, why: str) -> None:
         """End what was prepared, on all nodes."""
-        ready, self._preparation = self._preparation, None
+        ready, self.preparations.now = self.preparations.now, None
         assert ready is not None
         self.ctx.timers.pop("prepare", None)
         self.ctx.log("epoch.unprepared", reason=why)
@@ -949,7 +945,7 @@ class Coordinator(Role):
 
     def _check_preparation(self) -> None:
         """Drop it where somebody cannot take part any more, or the epoch ended before it was."""
-        ready = self._preparation
+        ready = self.preparations.now
         if ready is None:
             return
         if not ready.possible(self._able()):
@@ -1040,7 +1036,7 @@ class Coordinator(Role):
         """Have the workers of the epoch leave at the next boundary."""
         self._asked |= request
         self.phase = Phase.DRAINING
-        if Request.STOP in request and self._preparation is not None:
+        if Request.STOP in request and self.preparations.now is not None:
             self._drop_preparation("the workers are to stop")
         elif Request.STOP not in request and self._held_by_epoch:
             self.ctx.after("boundary", BOUNDARY_S)
@@ -1087,7 +1083,7 @@ class Coordinator(Role):
         self.diagnosis.close(ctx.now)
         ctx.timers.pop("settle", None)
         self.phase, self.reason = Phase.IDLE, reason
-        if self._preparation is not None:
+        if self.preparations.now is not None:
             self._drop_preparation(reason)
         ctx.log("epoch.aborted", reason=reason, victims=list(victims), kind=kind)
         ctx.in_epoch = False
@@ -1355,8 +1351,8 @@ class Coordinator(Role):
     def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
         """The store of the next epoch listens."""
         self.lease.opened(epoch, address, port)
-        if self._preparation is not None and self.phase is Phase.RUNNING:
-            self._store_of_preparation(self._preparation)
+        if self.preparations.now is not None and self.phase is Phase.RUNNING:
+            self._store_of_preparation(self.preparations.now)
         return self._publish()
 
     def woken(self) -> Transition | None:

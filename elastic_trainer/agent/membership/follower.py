@@ -83,12 +83,8 @@ class Follower(Role):
                 return self._new_epoch(conn, message)
             case Renewed(beat=beat):
                 ctx.renewed = (ctx.term, beat, ctx.now)
-            case EpochAborted() | ShowWorkers() | AskWorkers():
+            case EpochAborted() | ShowWorkers() | AskWorkers() | Prepare() | DropPrepared():
                 self._of_workers(message)
-            case Prepare(formed=formed) if ctx.fits(formed):
-                ctx.tell(PrepareEpoch(formed=ctx.notice_of(formed)))
-            case DropPrepared():
-                ctx.tell(message)
             case Stop(code=code, reason=reason, serves=serves):
                 return JobStopped(code, reason, serves, on_record=True)
             case Reject(code=int() as code, reason=reason):
@@ -146,8 +142,13 @@ class Follower(Role):
                 return super().received(conn, message)
         return None
 
-    def _of_workers(self, word: EpochAborted | ShowWorkers | AskWorkers) -> None:
-        if word.epoch == self.ctx.epoch or isinstance(word, AskWorkers):
+    def _of_workers(
+        self, word: EpochAborted | ShowWorkers | AskWorkers | Prepare | DropPrepared
+    ) -> None:
+        if isinstance(word, Prepare):
+            if self.ctx.fits(word.formed):
+                self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(word.formed)))
+        elif isinstance(word, AskWorkers | DropPrepared) or word.epoch == self.ctx.epoch:
             if isinstance(word, EpochAborted):
                 self.ctx.in_epoch = False
             self.ctx.tell(word)

@@ -56,3 +56,19 @@ class Preparation:
 def again_s(failures: int) -> float:
     """Return how long the next preparation waits after so many in a row have failed."""
     return min(AGAIN_S * 2.0 ** (failures - 1), LONGEST_AGAIN_S)
+
+
+class Preparations:
+    """Those of one coordinator."""
+
+    def __init__(self) -> None:
+        self.now: Preparation | None = None
+        """The one under way, or complete until its epoch is published."""
+        self.failed = 0
+        """In a row."""
+        self._count = 0
+
+    def begin(self, term: int, epoch: int, members: Iterable[Member], *, wanted: str) -> None:
+        """Begin one, whose number no other coordinator's has."""
+        self._count += 1
+        self.now = Preparation((term << 20) + self._count, epoch, members, wanted=wanted)

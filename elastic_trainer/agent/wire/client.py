@@ -224,7 +224,7 @@ class MembershipClient:
         gone = isinstance(error, FileNotFoundError)
         self._answer(lambda role: role.board_failed(text, gone=gone))
 
-    def _open(self, epoch: int, beside: bool) -> None:  # noqa: FBT001  as the effect has it
+    def _open(self, epoch: int, beside: bool) -> None:
         try:
             address, port = self._open_store(epoch, beside)
         except Exception as error:  # noqa: BLE001  said to the agent, tried again below

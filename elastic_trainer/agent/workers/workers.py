@@ -314,13 +314,8 @@ class Workers:
                 self._flush()
             elif event == "standby":
                 self._found.append(StandbyReady(**message))
-            elif event in ("prepared", "unprepared"):
-                if message["epoch"] != self._prepared.number:
-                    pass  # dropped meanwhile
-                elif event == "prepared":
-                    self._found.append(PreparedReady(local_rank=message["local_rank"]))
-                else:
-                    self._prepared_lost(message["local_rank"], message["status"])
+            elif message["epoch"] == self._prepared.number:
+                self._of_prepared(event, message)
             elif message["epoch"] != self._epoch.number:
                 pass  # of an epoch that was given up
             elif event == "cleared":
@@ -371,6 +366,12 @@ class Workers:
             )
         )
         self._forget(self._epoch, local_rank)
+
+    def _of_prepared(self, event: str, message: Mapping[str, Any]) -> None:
+        if event == "prepared":
+            self._found.append(PreparedReady(local_rank=message["local_rank"]))
+        elif event == "unprepared":
+            self._prepared_lost(message["local_rank"], message["status"])
 
     def _prepared_lost(self, local_rank: int, status: int) -> None:
         """Report that what was prepared has ended. Its place stays: a launch finds it so."""
