@@ -39,6 +39,7 @@ from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.lease import is_of
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     EpochFormed,
     JobStopped,
@@ -46,16 +47,20 @@ from elastic_trainer.agent.membership.notices import (
     NodeLeaving,
     NodesAwaited,
     Notice,
+    PrepareEpoch,
     ShowWorkers,
     StopAsked,
     Warned,
     WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
+    WorkersPrepared,
     WorkersReady,
     WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import (
+    PreparedLost,
+    PreparedReady,
     StandbyReady,
     WorkerExited,
     WorkerStarted,
@@ -152,6 +157,10 @@ class HoldfastAgent(ElasticAgent):
         """Ranks of this node that failed and that ended well in the newest epoch."""
         self._formed: EpochFormed | None = None
         """The newest epoch, with this node in it or not."""
+        self._planned: EpochFormed | None = None
+        """An epoch that may come, whose workers are prepared here."""
+        self._waiting: set[int] = set()
+        """Local ranks of those that wait for it."""
         self._faults: Counter[str] = Counter()
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
@@ -265,6 +274,8 @@ class HoldfastAgent(ElasticAgent):
         match notice:
             case EpochFormed():
                 self._form(notice)
+            case PrepareEpoch() | DropPrepared():
+                self._plan(notice)
             case EpochAborted(epoch=number) if epoch is not None and number >= epoch.formed.epoch:
                 self._reporter.aborted(notice)
                 if notice.stacks:
@@ -310,6 +321,7 @@ class HoldfastAgent(ElasticAgent):
         first, self._newest, self._formed = self._formed is None, formed.epoch, formed
         begin = self._clock()
         self._kill_workers()
+        prepared = self._takes_prepared(formed)
         self._list_agents(formed)
         self._reporter.formed(formed, first=first)
         config, me = self._config, self._config.me
@@ -327,7 +339,56 @@ class HoldfastAgent(ElasticAgent):
         launches = self._scripts.begin(formed, launches_of(self._group, formed, config))
         monitor = HangMonitor(config, self._workers, self._clock)
         self._epoch = Running(formed, monitor, begin)
-        self._workers.launch(formed.epoch, launches)
+        if formed.prepared and not prepared:  # the others' workers have met that which is gone
+            detail = f"the worker that was prepared on {me.node} has ended"
+            failure = Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
+            self._fail(self._epoch, self._reporter.failed(self._epoch, 0, 0, failure))
+            return
+        self._workers.launch(formed.epoch, launches, prepared=prepared)
+
+    # -- an epoch that may come -------------------------------------------------------------
+
+    def _plan(self, notice: PrepareEpoch | DropPrepared) -> None:
+        """Have the workers of an epoch made ready beside those that run, or end them."""
+        known, me = self._planned, self._config.me
+        if isinstance(notice, DropPrepared):
+            if known is not None and known.prepared == notice.number:
+                self._drop_prepared()
+            return
+        formed = notice.formed
+        if self._left or formed.epoch <= self._newest or group_rank_of(formed, me) < 0:
+            return
+        if known is not None and known.prepared == formed.prepared:
+            return  # told again over a new connection
+        group = WorkerGroup(self._group.spec)
+        assign_ranks(group, formed, me)
+        self._planned, self._waiting = formed, set()
+        self._workers.prepare(formed.epoch, launches_of(group, formed, self._config))
+
+    def _drop_prepared(self) -> None:
+        self._planned, self._waiting = None, set()
+        self._workers.drop_prepared()
+
+    def _takes_prepared(self, formed: EpochFormed) -> bool:
+        """Whether an epoch has the workers that wait here; those of another one are ended."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned.prepared == formed.prepared:
+            return True
+        self._workers.drop_prepared()
+        return False
+
+    def _on_prepared(self, happening: PreparedReady | PreparedLost) -> None:
+        planned = self._planned
+        if planned is None:
+            return
+        if isinstance(happening, PreparedLost):
+            self._drop_prepared()
+            failed = f"rank {happening.local_rank} of the node: {happening.detail}"
+            self._membership.report(WorkersPrepared(number=planned.prepared, failed=failed))
+            return
+        self._waiting.add(happening.local_rank)
+        if len(self._waiting) == self._config.workers:
+            self._membership.report(WorkersPrepared(number=planned.prepared))
 
     # -- workers --------------------------------------------------------------------------
 
@@ -338,6 +399,8 @@ class HoldfastAgent(ElasticAgent):
                     self._on_started(happening)
                 case StandbyReady():
                     self._log.emit_here("standby.ready", **asdict(happening))
+                case PreparedReady() | PreparedLost():
+                    self._on_prepared(happening)
                 case WorkerExited():
                     self._on_exit(happening)
                 case ZygoteLost():

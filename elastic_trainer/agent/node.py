@@ -233,6 +233,8 @@ def _rendezvous(
             workers=options.workers,
             ladder=options.ladder,
             terms=_terms(options),
+            # A script does not say where it could wait; and two stores need two ports.
+            prepares=options.task.kind == "main" and (len(ports) > 1 or ports == range(1)),
         ),
         board=open_board(
             options.record_dir / "board",

@@ -321,7 +321,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
 
 class EpochStore:
-    """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
+    """Hosts a store an epoch: fresh for each, so no key of an old one is read.
 
     `open` and `close` may be called from different threads, but not at the same time. With the
     name `called` of this machine, for `MASTER_ADDR`, the store listens on all addresses, as
@@ -332,23 +332,27 @@ class EpochStore:
         self._address, self._ports = address, ports
         self._called = called or address
         self._listens_on = EVERYWHERE if called else address
-        self._store: object | None = None
+        self._stores: list[object] = []
+        """The newest last."""
         self._next = 0
 
-    def open(self, epoch: int) -> tuple[str, int]:
+    def open(self, epoch: int, beside: bool = False) -> tuple[str, int]:
         """Close the store of the epoch before, open that of `epoch`, return its address and port.
+
+        `beside`: the epoch that runs keeps the newest.
 
         Raises:
             OSError: no port of the range is free.
         """
         assert epoch >= 0
-        self.close()
+        # The last reference: torch has no other way.
+        self._stores = self._stores[-1:] if beside else []
         # Another port than last time, so that a worker too late meets nobody.
         listener = listen(self._listens_on, self._ports, first=self._next)
         port = int(listener.getsockname()[1])
         if len(self._ports) > 1:
             self._next = self._ports.index(port) + 1
-        self._store = TCPStore(
+        store = TCPStore(
             self._address,
             port,
             is_master=True,
@@ -357,8 +361,9 @@ class EpochStore:
             use_libuv=True,
             master_listen_fd=listener.detach(),  # the store owns it from here
         )
+        self._stores.append(store)
         return self._called, port
 
     def close(self) -> None:
         """Stop serving; clients that still wait get an error."""
-        self._store = None  # the last reference: torch has no other way
+        self._stores = []

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic_trainer.data import DataError
@@ -30,10 +31,10 @@ USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 """A restart cannot help: exit 93."""
 
 
-def main() -> int:
-    """Train; return the process's exit code."""
+def main(hold: Callable[[], None] | None = None) -> int:
+    """Train; return the process's exit code. `hold` as of `run_worker`."""
     try:
-        return run_worker(built=standby.forget_others)
+        return run_worker(standby.forget_others, hold)
     except USER_ERRORS as error:
         write_error_file(error)
         sys.stderr.write(f"{error}\n")

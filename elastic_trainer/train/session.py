@@ -6,6 +6,7 @@ what is kept, agreed on and put on record is the same.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,14 @@ class WorkerContext:
             born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,
         )
 
+    def begun_now(self, env: Mapping[str, str]) -> WorkerContext:
+        """Return this worker, which was prepared, at the beginning of its epoch.
+
+        Who keeps snapshots may have changed meanwhile.
+        """
+        place = KeeperPlace.from_environment(env)
+        return dataclasses.replace(self, place=place, born_mono=time.monotonic())
+
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
@@ -127,6 +136,11 @@ class Session:
         """Both tiers, once `restore` has been called."""
         assert self._manager is not None, "call restore first"
         return self._manager
+
+    def begin(self, who: WorkerContext) -> None:
+        """Begin the epoch for which this worker was prepared: its phases count from here."""
+        assert who.born_mono is not None
+        self.who, self._phase_begun_mono = who, who.born_mono
 
     # --- state -----------------------------------------------------------------------------
 

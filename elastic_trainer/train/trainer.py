@@ -105,12 +105,25 @@ class Trainer:
         self.session = Session(who, policy, self.device)
         self.step = 0
 
-    def run(self) -> int:
-        """Set up, train, and return the exit code."""
-        self.heartbeat.beat(section=Section.CONNECTING)
+    def prepare(self, hold: Callable[[], None]) -> None:
+        """Do what needs no state, before the epoch; `hold` returns once it has begun.
+
+        The model has no memory yet: the epoch that runs may need it.
+        """
         self._init_process_group()
-        self._end_phase("process_group")
         self._build_model()
+        hold()
+        self.who = self.who.begun_now(os.environ)
+        self.session.begin(self.who)
+
+    def run(self) -> int:
+        """Set up what `prepare` has not, train, and return the exit code."""
+        self.heartbeat.beat(section=Section.CONNECTING)
+        if not dist.is_initialized():
+            self._init_process_group()
+            self._end_phase("process_group")
+            self._build_model()
+        self._allocate()
         self._end_phase("model")
         self._restore()
         self._end_phase("restore")
@@ -146,6 +159,8 @@ class Trainer:
             self.mark = self.device_times.mark
         self.engine = Engine(self.config, self.rung, self.who.rank, self.device, mark=self.mark)
         self._built(self.engine)
+
+    def _allocate(self) -> None:
         self.heartbeat.beat(section=Section.STARTING)  # all have come
         self.heartbeat.compare_within(self.engine.coordinate["pp"])
         self.model = self.engine.model
@@ -437,14 +452,18 @@ def load_config(run_dir: Path) -> TrainConfig:
     return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
 
 
-def run_worker(built: Callable[[Engine], None]) -> int:
+def run_worker(built: Callable[[Engine], None], hold: Callable[[], None] | None = None) -> int:
     """Train as the environment says and return the exit code.
 
-    `built` is called with the engine before it is used.
+    `built` is called with the engine before it is used. With `hold` the worker is prepared for an
+    epoch that may come: see `Trainer.prepare`.
     """
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     answer_when_asked(who.heartbeat)
     config = load_config(who.run_dir)
     answer_with_flight(flight_recorder(config.device))
-    return Trainer(config, who, built).run()
+    trainer = Trainer(config, who, built)
+    if hold is not None:
+        trainer.prepare(hold)
+    return trainer.run()

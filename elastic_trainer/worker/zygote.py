@@ -12,19 +12,28 @@ A *standby* is a fork made ahead, while an epoch runs: it calls `warm_up()` of t
 if that has one, at a low priority, says so, and waits. The next request for its local rank is
 handed to it; where it is not ready it is killed, and a worker is forked as without it.
 
+What is *prepared* is a worker of an epoch that may come: it connects with its peers, builds its
+model and waits, in a standby or a new fork, until that epoch starts, or until it is dropped.
+
 Messages are JSON objects, one a line. From the agent:
 
     {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
      "cwd", "fresh", "count_steps", "cpus"}
     {"op": "standby", "local_rank", "kind", "target", "env", "cwd", "cpus"}
+    {"op": "prepare", …}                as start
+    {"op": "drop"}                      SIGKILL to what is prepared
     {"op": "kill"}                      SIGKILL to every worker and what it started
 
-and back:
+A start with "prepared": true is of a worker that waits; without one it ends as that did.
+
+And back:
 
     {"event": "ready", "seconds", "tasks", "error"}
     {"event": "started", "epoch", "local_rank", "pid", "how", "why"}
     {"event": "exited", "epoch", "local_rank", "pid", "status"}
     {"event": "standby", "local_rank", "pid", "seconds", "private_mib"}    one is ready
+    {"event": "prepared", "epoch", "local_rank"}                           a worker waits
+    {"event": "unprepared", "epoch", "local_rank", "status"}               it has ended
     {"event": "cleared", "epoch"}       no worker is left, nor anything that one started
 
 `kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`), `script` (as
@@ -54,6 +63,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,6 +100,8 @@ _READ_BY_IMPORTS = (
 _LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Read later, or again."""
 
+_HELD, _GO = b"{}\n", b"\n"
+"""What a prepared worker says that waits, and the answer."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -111,6 +123,8 @@ class _Standby:
     pid: int
     sock: socket.socket
     ready: bool = False
+    epoch: int | None = None
+    """That it is prepared for, and then `ready` says whether it waits for it."""
 
 
 class Zygote:
@@ -123,7 +137,10 @@ class Zygote:
         self._workers: dict[int, tuple[int, int]] = {}
         """Process id -> epoch and local rank."""
         self._standbys: dict[int, _Standby] = {}
-        """By local rank."""
+        self._prepared: dict[int, _Standby] = {}
+        """Both by local rank."""
+        self._unprepared: dict[int, int] = {}
+        """Local rank -> how what was prepared for it has ended, a status."""
         self._own: set[int] = set()
         """Children that importing has started."""
         self._epoch: int | None = None
@@ -141,13 +158,18 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         while True:
-            warming = {s.sock.fileno(): n for n, s in self._standbys.items() if not s.ready}
+            warming = {
+                standby.sock.fileno(): (places, local_rank)
+                for places in (self._standbys, self._prepared)
+                for local_rank, standby in places.items()
+                if not standby.ready
+            }
             ready, _, _ = select.select([self._sock.fileno(), self._wake_read, *warming], [], [])
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
             for fd in warming.keys() & set(ready):
-                self._hear(warming[fd])
+                self._hear(*warming[fd])
             self._reap()
             if self._sock.fileno() in ready and not self._receive():
                 self._kill()
@@ -194,7 +216,11 @@ class Zygote:
             if request["op"] == "start":
                 self._start(request)
             elif request["op"] == "standby":
+                self._stand_by(request)
+            elif request["op"] == "prepare":
                 self._prepare(request)
+            elif request["op"] == "drop":
+                self._drop_prepared()
             else:
                 assert request["op"] == "kill", request
                 self._kill()
@@ -203,6 +229,9 @@ class Zygote:
     def _start(self, request: dict[str, Any]) -> None:
         epoch, local_rank = request["epoch"], request["local_rank"]
         why = self._why_fresh
+        if request.get("prepared"):
+            self._start_prepared(epoch, local_rank)
+            return
         if request["kind"] == "command":
             why = "a command of its own"
         elif request["fresh"]:
@@ -213,6 +242,24 @@ class Zygote:
             how, pid = "standby", standby
         else:
             how, pid = "zygote", self._fork(request, fresh=False)
+        self._now_works(pid, epoch, local_rank, how=how, why=why)
+
+    def _start_prepared(self, epoch: int, local_rank: int) -> None:
+        """Have the worker that waits for an epoch run; where it is gone, say how it ended."""
+        prepared = self._prepared.pop(local_rank, None)
+        if prepared is not None and prepared.ready and prepared.epoch == epoch:
+            with contextlib.suppress(OSError), prepared.sock:  # it has died: it will be reaped
+                prepared.sock.sendall(_GO)
+            self._now_works(prepared.pid, epoch, local_rank, how="prepared", why=None)
+            return
+        if prepared is not None:
+            self._drop(prepared)
+        status = self._unprepared.pop(local_rank, -int(signal.SIGKILL))
+        self._send(event="exited", epoch=epoch, local_rank=local_rank, pid=0, status=status)
+
+    def _now_works(
+        self, pid: int, epoch: int, local_rank: int, *, how: str, why: str | None
+    ) -> None:
         self._workers[pid] = epoch, local_rank
         self._epoch = epoch
         self._send(event="started", epoch=epoch, local_rank=local_rank, pid=pid, how=how, why=why)
@@ -236,19 +283,22 @@ class Zygote:
     ) -> NoReturn:
         """Turn this forked child into the worker of `request`.
 
-        With `link` to the zygote it is a standby first, and `request` the one to prepare.
+        With `link` to the zygote it waits: as a standby, whose work comes later, or once it is
+        prepared.
         """
         code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
+        hold: Callable[[], None] | None = None
         try:
             die_with_parent(parent)
             os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            links = (standby.sock.fileno() for standby in self._standbys.values())
+            others = (*self._standbys.values(), *self._prepared.values())
+            links = (other.sock.fileno() for other in others)
             for fd in (self._sock.fileno(), self._wake_read, self._wake_write, *links):
                 os.close(fd)
             if link is not None:
-                request, how = _stand_by(request, link), "standby"
+                request, how, hold = _linked(request, link)
                 born_mono = time.monotonic()
             prctl(_PR_SET_NAME, WORKER_NAME.encode(), 0, 0, 0)  # until it executes another program
             _redirect(request, how=how)
@@ -267,7 +317,7 @@ class Zygote:
             answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
             if not is_main:
                 give_threads_back(self._setters)
-            code = _run(request, called=self._preload)
+            code = _run(request, called=self._preload, hold=hold)
         except SystemExit as error:
             code = fresh_process.exit_code(error.code)
         except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
@@ -281,24 +331,48 @@ class Zygote:
                 fresh_process.die_of(-code)
             os._exit(code & 0xFF)
 
-    def _prepare(self, request: dict[str, Any]) -> None:
+    def _stand_by(self, request: dict[str, Any]) -> None:
         """Fork a standby, unless workers are started fresh or there is one."""
         local_rank = request["local_rank"]
-        if self._why_fresh is not None or local_rank in self._standbys:
-            return
+        if self._why_fresh is None and local_rank not in self._standbys:
+            self._fork_linked(self._standbys, request)
+
+    def _prepare(self, request: dict[str, Any]) -> None:
+        """Have a standby, or a new fork, begin the work of an epoch that may come."""
+        local_rank = request["local_rank"]
+        if (older := self._prepared.pop(local_rank, None)) is not None:
+            self._drop(older)
+        self._unprepared.pop(local_rank, None)
+        if (standby := self._standbys.pop(local_rank, None)) is not None:
+            standby.ready, standby.epoch = False, request["epoch"]
+            self._prepared[local_rank] = standby
+            with contextlib.suppress(OSError):  # it has died: it will be reaped
+                standby.sock.sendall(json.dumps(request).encode() + b"\n")
+        elif self._why_fresh is None:
+            self._fork_linked(self._prepared, request)
+        else:
+            self._send(event="unprepared", epoch=request["epoch"], local_rank=local_rank, status=1)
+
+    def _fork_linked(self, places: dict[int, _Standby], request: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        self._standbys[local_rank] = standby = _Standby(0, ours)  # the child closes our end
+        standby = _Standby(0, ours, epoch=request.get("epoch"))
+        places[request["local_rank"]] = standby  # the child closes our end
         with theirs:
             standby.pid = self._fork(request, fresh=False, link=theirs)
 
-    def _hear(self, local_rank: int) -> None:
-        """Pass on that a standby is ready. One that died is reaped elsewhere."""
-        standby = self._standbys[local_rank]
-        if said := standby.sock.recv(1 << 12):
+    def _hear(self, places: dict[int, _Standby], local_rank: int) -> None:
+        """Pass on that a standby is warm, or that what is prepared waits."""
+        standby = places[local_rank]
+        said = standby.sock.recv(1 << 12)
+        if not said:  # it is dead, and reaped elsewhere
             standby.ready = True
-            self._send(event="standby", local_rank=local_rank, pid=standby.pid, **json.loads(said))
-        else:
-            self._drop(local_rank)
+        for line in said.splitlines():
+            news = json.loads(line)
+            standby.ready = standby.epoch is None or not news
+            if news:
+                self._send(event="standby", local_rank=local_rank, pid=standby.pid, **news)
+            else:
+                self._send(event="prepared", epoch=standby.epoch, local_rank=local_rank)
 
     def _hand_over(self, request: dict[str, Any]) -> int | None:
         """Have the standby of a local rank do what is requested; None: none is ready."""
@@ -312,11 +386,14 @@ class Zygote:
                 del self._standbys[local_rank]
                 standby.sock.close()
                 return standby.pid
-        self._drop(local_rank)
+        self._drop(self._standbys.pop(local_rank))
         return None
 
-    def _drop(self, local_rank: int) -> None:
-        standby = self._standbys.pop(local_rank)
+    def _drop_prepared(self) -> None:
+        while self._prepared:
+            self._drop(self._prepared.popitem()[1])
+
+    def _drop(self, standby: _Standby) -> None:
         standby.sock.close()
         _kill_with_group(standby.pid)
 
@@ -339,16 +416,25 @@ class Zygote:
             _kill_with_group(pid)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._own.discard(pid)
-        for local_rank, standby in list(self._standbys.items()):
-            if standby.pid == pid:
-                self._standbys.pop(local_rank).sock.close()
+        for places in (self._standbys, self._prepared):
+            for local_rank, standby in list(places.items()):
+                if standby.pid == pid:
+                    places.pop(local_rank).sock.close()
+                    self._lost(standby, local_rank, status)
         if worker is not None:  # the others are what workers left behind
             epoch, local_rank = worker
             self._send(event="exited", epoch=epoch, local_rank=local_rank, pid=pid, status=status)
 
+    def _lost(self, standby: _Standby, local_rank: int, status: int) -> None:
+        """Say that what was prepared has ended; of a standby nobody needs to know."""
+        if (epoch := standby.epoch) is not None:
+            self._unprepared[local_rank] = status
+            self._send(event="unprepared", epoch=epoch, local_rank=local_rank, status=status)
+
     def _clear(self, epoch: int) -> None:
         """Kill what the workers left behind; the death of each brings its own children here."""
-        left = children() - self._own - {standby.pid for standby in self._standbys.values()}
+        waiting = (*self._standbys.values(), *self._prepared.values())
+        left = children() - self._own - {standby.pid for standby in waiting}
         kill_children(left)
         if not left:
             self._epoch = None
@@ -367,7 +453,20 @@ def _kill_with_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
+def _linked(
+    request: dict[str, Any], link: socket.socket
+) -> tuple[dict[str, Any], str, Callable[[], None] | None]:
+    """Return the work of a process that has a link, how it came to it, and where it waits."""
+    how = "prepared"
+    if request["op"] == "standby":
+        request, how = _wait_warm(request, link), "standby"
+    if request["op"] == "prepare":
+        return request, how, partial(_wait_prepared, link)
+    link.close()
+    return request, how, None
+
+
+def _wait_warm(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
     """Rehearse, say so, and wait for the request of an epoch."""
     begun = time.monotonic()
     if request["cpus"] is not None:  # threads that the warm-up leaves keep to them too
@@ -382,12 +481,26 @@ def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
         with ThreadPoolExecutor(1, initializer=os.nice, initargs=(_AHEAD_NICE,)) as aside:
             aside.submit(warm_up, {**os.environ, **request["env"]}).result()
     ready = {"seconds": round(time.monotonic() - begun, 3), "private_mib": _private_mib()}
-    with link, link.makefile("rb") as requests:
-        link.sendall(json.dumps(ready).encode())
-        line = requests.readline()
-    if not line:
-        os._exit(0)  # the zygote has no use for it
-    return dict(json.loads(line))
+    link.sendall(json.dumps(ready).encode() + b"\n")
+    return dict(json.loads(_next_line(link)))
+
+
+def _wait_prepared(link: socket.socket) -> None:
+    """Say that this worker is prepared, and wait for its epoch."""
+    link.sendall(_HELD)
+    _next_line(link)
+    link.close()
+
+
+def _next_line(link: socket.socket) -> bytes:
+    """Return the zygote's next line; ends this process where it has no use for it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = link.recv(1 << 16)
+        if not more:
+            os._exit(0)
+        line += more
+    return line
 
 
 def _private_mib() -> float | None:
@@ -456,14 +569,16 @@ def _exec(request: dict[str, Any]) -> NoReturn:
     os.execvpe(argv[0], argv, os.environ)  # noqa: S606  an argument list of the job's own
 
 
-def _run(request: dict[str, Any], *, called: str) -> int:
+def _run(request: dict[str, Any], *, called: str, hold: Callable[[], None] | None = None) -> int:
+    """Do the work; a `main` that is prepared calls `hold` where it can do no more ahead."""
     target = request["target"]
     sys.path[:] = frozen_path(sys.path, os.environ)
     if request["kind"] == "main":
         sys.argv = [target, *request["args"]]
         if target != called:
             importlib.import_module(target)
-        return fresh_process.exit_code(sys.modules[target].main())
+        main = sys.modules[target].main
+        return fresh_process.exit_code(main() if hold is None else main(hold))
     if request.get("count_steps") and "torch" in sys.modules:
         from elastic_trainer.worker.progress import step_counter
 

@@ -8,6 +8,9 @@
      │<── all workers have left ───────────────────────────────────────────────┘
      └── the job is over ──> ending ── the end is on the board ──> every agent is notified
 
+What is known before an epoch ends (a node to take in, to let go, to swap) is prepared while it
+runs: `preparation.Preparation`. Only then are the workers asked to leave.
+
 `TRANSITIONS` says which input counts in which phase. What an input means is worked out by values
 that know no phase: `liveness.Peers` (who is there), `hang_diagnosis.HangDiagnosis` (which worker
 holds up the job), `attribution.attribute_end` (what a failure counts against), `lease.LeaseHolder`
@@ -17,7 +20,7 @@ holds up the job), `attribution.attribute_end` (what a failure counts against), 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +37,7 @@ from elastic_trainer.agent.membership.messages import (
     Leaves,
     Message,
     Ping,
+    Prepare,
     Reject,
     Renewed,
     ReportMessage,
@@ -44,12 +48,14 @@ from elastic_trainer.agent.membership.messages import (
 )
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     JobStopped,
     LeaveAsked,
     Member,
     NodeLeaving,
     NodesAwaited,
+    PrepareEpoch,
     Report,
     ShowWorkers,
     StopAsked,
@@ -58,12 +64,14 @@ from elastic_trainer.agent.membership.notices import (
     WorkersEnded,
     WorkersFailed,
     WorkersPaced,
+    WorkersPrepared,
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
     WorkersStepped,
     named,
 )
+from elastic_trainer.agent.membership.preparation import Preparation, Preparations, again_s
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
@@ -154,6 +162,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     # Reports of agents. Those that name an epoch are passed over when it is another one.
     WorkersReady: On(LIVE, "_ready", advance=True),
     WorkersRunning: On(BUSY, "_running", advance=True),
+    WorkersPrepared: On({Phase.RUNNING}, "_prepared"),
     WorkersStepped: On(LIVE, "_stepped"),
     WorkersCommitted: On(LIVE, "_committed"),
     WorkersSeen: On(BUSY, "_seen"),
@@ -187,6 +196,8 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     "together": On(ANY, "_departures_decided"),
     "boundary": On(BUSY, "_no_boundary"),
     "grow": On({Phase.RUNNING}, "", advance=True),
+    "prepare": On({Phase.RUNNING}, "_not_prepared_in_time"),
+    "again": On({Phase.RUNNING}, "", advance=True),
 }
 
 
@@ -215,12 +226,13 @@ class Coordinator(Role):
         self.stragglers = Stragglers()
         self._slow: set[str] = set()
         """Nodes that gave their place to a spare."""
+        self.preparations = Preparations()
         self._expected = won.expected
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
         self._amid = won.amid
-        self._form_asked = ctx.now  # that the board was asked for the next epoch
-        self._waited_for_late = False
+        # When the board was asked for the next epoch.
+        self._form_asked, self._waited_for_late = ctx.now, False
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -467,6 +479,7 @@ class Coordinator(Role):
             if self.phase is Phase.DRAINING:
                 signal = self._stop_signal
                 ctx.send(conn, AskWorkers(epoch=ctx.epoch, request=self._asked, signal=signal))
+        self._tell_of_preparation(member)
         return self.advance()
 
     # --- who lives -----------------------------------------------------------------------
@@ -580,6 +593,7 @@ class Coordinator(Role):
         """Do what the present state calls for: form, grow, park or nothing."""
         if self.phase is Phase.ENDING:
             return None
+        self._check_preparation()
         if self._stopping is not None and self.phase is Phase.IDLE:
             why = f"{self._stopping}; {self.reason}; the newest checkpoint counts"
             return self._stop(EXIT_SAVED, why)
@@ -594,12 +608,13 @@ class Coordinator(Role):
             return None  # others are coming back too
         if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
             if not self._waits_to_grow(rung):
-                self._ask_all(Request.GROW)
+                self._change("growth")
         elif self.phase is Phase.IDLE and rung is None:
             return self._park()
         elif self.phase is Phase.IDLE and not self._may_be_cut_off():
             self.phase, self._form_asked = Phase.FORMING, self.ctx.now
-            self.lease.form()
+            ready = self.preparations.now
+            self.lease.form(None if ready is None else ready.store)
         return None
 
     @property
@@ -738,26 +753,22 @@ class Coordinator(Role):
         if rung is None:
             self.phase = Phase.IDLE
             return self.advance()
-        current = set(self.members or ctx.everyone.ids)
-        members = choose_members(pool, current, rung.num_nodes, self._slow)
+        ready = self.preparations.now
+        if ready is not None and not (ready.possible(pool) and ready.epoch == lease.epoch):
+            self._drop_preparation("the next epoch is another one")
+            return None
+        if ready is not None:
+            self.preparations.now = None
+            members = ready.members  # others that came meanwhile let it grow again
+            rung = self.ladder.rung_for(len(members))
+            assert rung is not None, f"{len(members)} nodes were prepared"
+        else:
+            current = set(self.members or ctx.everyone.ids)
+            members = choose_members(pool, current, rung.num_nodes, self._slow)
         self.members = tuple(m.agent_id for m in members)
-        chosen = set(self.members)
-        spares = tuple(m for m in pool if m.agent_id not in chosen)
-        if all(m.agent_id != ctx.me.agent_id for m in pool):  # coordinates, but runs no workers
-            spares = (*spares, ctx.me)
-        formed = Formed(
-            epoch=lease.epoch,
-            term=ctx.term,
-            members=Members.of(members),
-            spares=Members.of(spares),
-            left=Members.of(self._only_serve({*chosen, *(m.agent_id for m in spares)})),
-            store_address=lease.store[0],
-            store_port=lease.store[1],
-            coordinator=ctx.me.agent_id,
-            reason=self.reason,
-            history=ctx.history.to_wire(ctx.now),
-            excluded=ctx.excluded,
-        )
+        prepared = 0 if ready is None else ready.number
+        formed = self._formed(lease.epoch, members, lease.store, self.reason, prepared)
+        spares = formed.spares
         self._ended, self._asked, self._grow_by = {}, Request.NONE, None
         self.stragglers = Stragglers()
         ctx.timers.pop("grow", None)
@@ -776,6 +787,34 @@ class Coordinator(Role):
             reason=self.reason,
         )
         return self._hand_over()
+
+    def _formed(
+        self,
+        epoch: int,
+        members: Sequence[Member],
+        store: tuple[str, int],
+        reason: str,
+        prepared: int,
+    ) -> Formed:
+        """Return the epoch of these members, as things now are; all others are spares."""
+        ctx, pool, chosen = self.ctx, self._able(), {m.agent_id for m in members}
+        spares = tuple(m for m in pool if m.agent_id not in chosen)
+        if all(m.agent_id != ctx.me.agent_id for m in pool):  # coordinates, but runs no workers
+            spares = (*spares, ctx.me)
+        return Formed(
+            epoch=epoch,
+            term=ctx.term,
+            members=Members.of(members),
+            spares=Members.of(spares),
+            left=Members.of(self._only_serve({*chosen, *(m.agent_id for m in spares)})),
+            store_address=store[0],
+            store_port=store[1],
+            coordinator=ctx.me.agent_id,
+            reason=reason,
+            history=ctx.history.to_wire(ctx.now),
+            excluded=ctx.excluded,
+            prepared=prepared,
+        )
 
     def _only_serve(self, known: set[str]) -> list[Member]:
         """Return who runs no workers but may hold state: who has left, leaves, or is in quarantine.
@@ -798,6 +837,121 @@ class Coordinator(Role):
         ctx.leaving[ctx.me.agent_id] = ctx.me
         self._send_all(Leaves(member=ctx.me))
         return JobStopped(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
+
+    # --- a change that is known beforehand -----------------------------------------------
+
+    def _change(self, wanted: str) -> None:
+        """Prepare the next epoch while this one runs, then have the workers leave for it.
+
+        Nodes that leave do not wait for long; without them there is no other way than to go on.
+        """
+        ctx, rung, must = self.ctx, self._rung, wanted == "departure"
+        if not ctx.settings.prepares or rung is None or self.phase is not Phase.RUNNING:
+            self._ask_all(Request.GROW)
+            return
+        within_s = ctx.settings.prepare_s / (6 if must else 1)
+        if self.preparations.now is not None and must:
+            self.preparations.now.wanted = wanted
+            ctx.timers["prepare"] = min(ctx.timers["prepare"], ctx.now + within_s)
+        if self.preparations.now is not None or (not must and "again" in ctx.timers):
+            return
+        current, able = set(self.members), self._able()
+        members = choose_members(able, current, rung.num_nodes, self._slow)
+        epoch = self.lease.open_store(beside=True)
+        self.preparations.begin(ctx.term, epoch, members, wanted=wanted)
+        ctx.after("prepare", within_s)
+        ctx.log(
+            "epoch.preparing",
+            members=folded([m.node for m in members]),
+            rung=rung.num_nodes,
+            layout=str(rung.layout),
+            reason=wanted,
+        )
+
+    def _store_of_preparation(self, ready: Preparation) -> None:
+        """Have the workers of the next epoch made ready, where they meet listens now."""
+        if ready.store is None and self.lease.store is not None:
+            ready.store = self.lease.store
+            self._send_prepare(ready, tuple(ready.ids))
+
+    def _tell_of_preparation(self, member: Member) -> None:
+        """Say it again to one that comes back: its connection may have lost it."""
+        ready = self.preparations.now
+        if ready is not None and ready.store is not None and member.agent_id in ready.ids:
+            self._send_prepare(ready, (member.agent_id,))
+
+    def _send_prepare(self, ready: Preparation, agent_ids: tuple[str, ...]) -> None:
+        assert ready.store is not None
+        formed = self._formed(ready.epoch, ready.members, ready.store, ready.wanted, ready.number)
+        self._send_all(Prepare(formed=formed), agent_ids)
+        if self.ctx.me.agent_id in agent_ids:
+            self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(formed)))
+
+    def _prepared(self, peer: Peer, report: WorkersPrepared) -> Transition | None:
+        """Count a node as ready; once all are, the workers leave at the next boundary."""
+        ready = self.preparations.now
+        if ready is None or report.number != ready.number:
+            return None
+        if report.failed:
+            return self._not_prepared(f"{peer.member.node}: {report.failed}")
+        ready.now_waits(peer.member.agent_id)
+        if ready.complete:
+            self.ctx.timers.pop("prepare", None)
+            self.preparations.failed = 0
+            self.ctx.log("epoch.prepared", reason=ready.wanted)
+            self._ask_all(Request.GROW)
+        return None
+
+    def _not_prepared_in_time(self) -> Transition | None:
+        ready = self.preparations.now
+        if ready is None:
+            return None
+        missing = ready.missing
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        return self._not_prepared(f"{', '.join(missing[:4])}{more} not ready in time")
+
+    def _not_prepared(self, why: str) -> Transition | None:
+        """Train on, and try again later; where nodes have to go, go on without."""
+        ready = self.preparations.now
+        assert ready is not None
+        self._drop_preparation(why)
+        if ready.wanted == "departure":
+            self._ask_all(Request.GROW)
+            return None
+        if ready.wanted == "swap":  # it is still slow: found again, it is tried again
+            self._slow -= {p.member.node for p in map(self.peers.get, self.members) if p}
+        self.preparations.failed += 1
+        wait_s = again_s(self.preparations.failed)
+        self.ctx.after("again", wait_s)
+        self.ctx.tell(
+            Warned(
+                text=f"the next epoch could not be prepared: {why}; this one trains on, and it is "
+                f"tried again in {wait_s:.0f} s"
+            )
+        )
+        return None
+
+    def _drop_preparation(self, why: str) -> None:
+        """End what was prepared, on all nodes."""
+        ready, self.preparations.now = self.preparations.now, None
+        assert ready is not None
+        self.ctx.timers.pop("prepare", None)
+        self.ctx.log("epoch.unprepared", reason=why)
+        drop = DropPrepared(number=ready.number)
+        self._send_all(drop)
+        self.ctx.tell(drop)
+        if self.phase is Phase.FORMING:
+            self.lease.open_store()  # who was to meet in that one may have left its address
+
+    def _check_preparation(self) -> None:
+        """Drop it where somebody cannot take part any more, or the epoch ended before it was."""
+        ready = self.preparations.now
+        if ready is None:
+            return
+        if not ready.possible(self._able()):
+            self._drop_preparation("one that was to take part is gone")
+        elif self.phase is Phase.IDLE and not ready.complete:
+            self._drop_preparation("the epoch before has ended")
 
     # --- while an epoch runs -------------------------------------------------------------
 
@@ -844,8 +998,8 @@ class Coordinator(Role):
                 swap=swap,
             )
             if swap:
-                self._slow.add(found.node)
-                self._ask_all(Request.GROW)  # the next epoch takes slow nodes last
+                self._slow.add(found.node)  # the next epoch takes slow nodes last
+                self._change("swap")
 
     def _has_better(self, node: str) -> bool:
         """Whether a spare can take the place of `node` now."""
@@ -882,6 +1036,10 @@ class Coordinator(Role):
         """Have the workers of the epoch leave at the next boundary."""
         self._asked |= request
         self.phase = Phase.DRAINING
+        if Request.STOP in request and self.preparations.now is not None:
+            self._drop_preparation("the workers are to stop")
+        elif Request.STOP not in request and self._held_by_epoch:
+            self.ctx.after("boundary", BOUNDARY_S)
         signal = self._stop_signal
         self._tell_members(AskWorkers(epoch=self.ctx.epoch, request=request, signal=signal))
 
@@ -925,6 +1083,8 @@ class Coordinator(Role):
         self.diagnosis.close(ctx.now)
         ctx.timers.pop("settle", None)
         self.phase, self.reason = Phase.IDLE, reason
+        if self.preparations.now is not None:
+            self._drop_preparation(reason)
         ctx.log("epoch.aborted", reason=reason, victims=list(victims), kind=kind)
         ctx.in_epoch = False
         stacks = kind is Kind.HANG
@@ -1088,6 +1248,7 @@ class Coordinator(Role):
         ctx.leaving[member.agent_id] = member
         ctx.log("member.leaving", member=member.node, host=member.host, reason=report.reason)
         self._send_all(Leaves(member=member))
+        self._check_preparation()
         if "together" not in ctx.timers:
             ctx.after("together", TOGETHER_S)
 
@@ -1102,11 +1263,13 @@ class Coordinator(Role):
             return self._save_and_stop(f"{next(iter(self._leaving.values()))} on every node")
         if not self._held_by_epoch:
             return self._let_go()
-        enough_stay = self._rung is not None
-        if enough_stay:
+        self._check_preparation()
+        if self.phase is Phase.DRAINING:
             self.ctx.after("boundary", BOUNDARY_S)
-        if self.phase is not Phase.DRAINING:
-            self._ask_all(Request.GROW if enough_stay else Request.STOP | Request.GROW)
+        elif self._rung is not None:
+            self._change("departure")
+        else:
+            self._ask_all(Request.STOP | Request.GROW)
         return None
 
     @property
@@ -1188,6 +1351,8 @@ class Coordinator(Role):
     def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
         """The store of the next epoch listens."""
         self.lease.opened(epoch, address, port)
+        if self.preparations.now is not None and self.phase is Phase.RUNNING:
+            self._store_of_preparation(self.preparations.now)
         return self._publish()
 
     def woken(self) -> Transition | None:

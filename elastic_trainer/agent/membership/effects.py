@@ -87,6 +87,8 @@ class OpenStore:
     """Host a fresh store for `epoch`; answered by `store_opened`."""
 
     epoch: int
+    beside: bool = False
+    """The store of the epoch that runs is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class Settings(ElasticSection):
     """Workers of every node: one with fewer healthy accelerators is refused."""
     terms: Terms = field(default_factory=dict)
     """What all agents of the job must have in common, or at least are told of."""
+    prepares: bool = False
+    """Workers can be made ready for the next epoch while this one runs."""
+    prepare_s: float = 60.0
+    """How long that may take; nodes that leave wait a sixth of it."""
     probe_s: float = 0.01
     """Between two tries to reach a peer whose connection has ended: a dying process may still
     take a connection before its address refuses."""
@@ -289,6 +295,24 @@ class Context:
             return NOBODY  # as nearly always: every agent that joins asks it
         return Members.of(left.member for left in self.left.values() if self.now < left.until)
 
+    def notice_of(self, formed: Formed) -> EpochFormed:
+        """Return what the local agent is told of an epoch."""
+        coordinator = (formed.members + formed.spares).by_id(formed.coordinator)
+        rung = self.settings.ladder.rung_for(len(formed.members))
+        assert rung is not None, f"epoch {formed.epoch} has {len(formed.members)} members"
+        return EpochFormed(
+            epoch=formed.epoch,
+            members=formed.members,
+            spares=formed.spares,
+            left=formed.left,
+            rung=rung,
+            store_address=formed.store_address,
+            store_port=formed.store_port,
+            coordinator=coordinator.node if coordinator else "",
+            reason=formed.reason,
+            prepared=formed.prepared,
+        )
+
     def adopt(self, formed: Formed) -> None:
         """Take over a published epoch and tell the local agent."""
         known, self.left = self.left, {}
@@ -302,22 +326,7 @@ class Context:
         self.excluded = dict(formed.excluded)
         self.reports = [r for r in self.reports if isinstance(r, _FOR_GOOD)]
         self.in_epoch = self.me.agent_id in formed.members.ids
-        coordinator = self.coordinator_member
-        rung = self.settings.ladder.rung_for(len(formed.members))
-        assert rung is not None, f"epoch {formed.epoch} has {len(formed.members)} members"
-        self.tell(
-            EpochFormed(
-                epoch=formed.epoch,
-                members=formed.members,
-                spares=formed.spares,
-                left=formed.left,
-                rung=rung,
-                store_address=formed.store_address,
-                store_port=formed.store_port,
-                coordinator=coordinator.node if coordinator else "",
-                reason=formed.reason,
-            )
-        )
+        self.tell(self.notice_of(formed))
 
     def abandon_epoch(self, reason: str, victim: str) -> None:
         """Have the workers of an epoch that is over, at least for this node, killed."""

@@ -14,6 +14,7 @@ from elastic_trainer.agent.membership.messages import (
     Formed,
     Message,
     Ping,
+    Prepare,
     Reject,
     Renewed,
     Stop,
@@ -23,8 +24,10 @@ from elastic_trainer.agent.membership.messages import (
 )
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     JobStopped,
+    PrepareEpoch,
     Report,
     ShowWorkers,
     WorkersReady,
@@ -80,7 +83,7 @@ class Follower(Role):
                 return self._new_epoch(conn, message)
             case Renewed(beat=beat):
                 ctx.renewed = (ctx.term, beat, ctx.now)
-            case EpochAborted() | ShowWorkers() | AskWorkers():
+            case EpochAborted() | ShowWorkers() | AskWorkers() | Prepare() | DropPrepared():
                 self._of_workers(message)
             case Stop(code=code, reason=reason, serves=serves):
                 return JobStopped(code, reason, serves, on_record=True)
@@ -139,8 +142,13 @@ class Follower(Role):
                 return super().received(conn, message)
         return None
 
-    def _of_workers(self, word: EpochAborted | ShowWorkers | AskWorkers) -> None:
-        if word.epoch == self.ctx.epoch or isinstance(word, AskWorkers):
+    def _of_workers(
+        self, word: EpochAborted | ShowWorkers | AskWorkers | Prepare | DropPrepared
+    ) -> None:
+        if isinstance(word, Prepare):
+            if self.ctx.fits(word.formed):
+                self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(word.formed)))
+        elif isinstance(word, AskWorkers | DropPrepared) or word.epoch == self.ctx.epoch:
             if isinstance(word, EpochAborted):
                 self.ctx.in_epoch = False
             self.ctx.tell(word)

@@ -46,7 +46,8 @@ class LeaseHolder:
         self._ctx, self._state, self._token = ctx, state, token
         self._swapping: str | None = None
         self._forming = False
-        self._store_asked = 0
+        self._store_asked = self._stores_due = 0
+        """The epoch whose store was asked for last, and how many of its answers are due."""
         self._ended: Ended | None = None
         self.confirmed = ctx.now
         """When the board last said that this agent holds the lease."""
@@ -55,12 +56,23 @@ class LeaseHolder:
         self.epoch: int | None = None
         self.store: tuple[str, int] | None = None
 
-    def form(self) -> None:
-        """Take the next epoch number, and open its store meanwhile."""
-        self._forming, self.epoch, self.store = True, None, None
-        self._store_asked = self._next_epoch
+    def form(self, store: tuple[str, int] | None = None) -> None:
+        """Take the next epoch number, and open its store meanwhile, unless `store` is that."""
+        self._forming, self.epoch, self.store = True, None, store
         self._swap()
-        self._ctx.outbox.append(OpenStore(self._store_asked))
+        if store is None:
+            self.open_store()
+
+    def open_store(self, *, beside: bool = False) -> int:
+        """Open a fresh store for the next epoch, or the one that is forming; return its number.
+
+        `beside`: an epoch runs, and keeps its own.
+        """
+        epoch = self._next_epoch if self.epoch is None or beside else self.epoch
+        self._stores_due = self._stores_due + 1 if epoch == self._store_asked else 1
+        self.store, self._store_asked = None, epoch
+        self._ctx.outbox.append(OpenStore(epoch, beside))
+        return epoch
 
     def renew(self) -> None:
         """Raise the beat of the lease, so that nobody takes it for dead."""
@@ -111,9 +123,11 @@ class LeaseHolder:
         return LeaseStatus.HELD
 
     def opened(self, epoch: int, address: str, port: int) -> None:
-        """Take the store's address."""
+        """Take the store's address; one that was asked for again is closed already."""
         if epoch == self._store_asked:
-            self.store = (address, port)
+            self._stores_due -= 1
+            if self._stores_due <= 0:
+                self.store = (address, port)
 
     def failed(self) -> None:
         """The board did not answer, or its answer was lost: read it in a moment."""

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     Member,
     Report,
@@ -27,7 +28,7 @@ from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.storage.typed import build
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raise it when a message changes: only agents of the same protocol mix."""
 MAX_NAME_CHARS: Final = 255
 """As of a host's name."""
@@ -136,6 +137,8 @@ class Formed:
     history: tuple[PastFailure, ...]
     excluded: dict[str, str]
     """Machine -> why no agent on it may take part."""
+    prepared: int = 0
+    """Number of the `Prepare` whose workers the epoch has, on all its members; 0: none."""
 
     def since(self, held: Members) -> Changed:
         """Return the message for agents that hold these members and spares of an older epoch."""
@@ -177,6 +180,14 @@ class Changed:
             spares=table.picked(self.spares),
             left=table.picked(self.left),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Coordinator -> members of the next epoch: make its workers ready, while this one runs."""
+
+    formed: Formed
+    """As it will be, if nothing happens meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +255,8 @@ Message = (
     | Renewed
     | Formed
     | Changed
+    | Prepare
+    | DropPrepared
     | EpochAborted
     | ShowWorkers
     | AskWorkers
@@ -257,6 +270,7 @@ Message = (
 
 _SHORT: Final[dict[Any, str]] = {
     EpochAborted: "Abort",
+    DropPrepared: "Drop",
     ShowWorkers: "Show",
     AskWorkers: "Ask",
     ReportMessage: "Told",

@@ -65,6 +65,23 @@ class EpochFormed:
     """Node name."""
     reason: str
     """Why it was formed: start, node lost, worker failed, growth, …"""
+    prepared: int = 0
+    """Number of the preparation whose workers it has; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareEpoch:
+    """Make the workers of the next epoch ready while this one runs: they wait for it."""
+
+    formed: EpochFormed
+    """As it will be; `prepared` is the number of the preparation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPrepared:
+    """End what was prepared: the next epoch will be another one. Also a message to all."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +149,17 @@ class NodesAwaited:
     """What follows if they do not come, for people."""
 
 
-Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped | Warned | NodesAwaited
+Notice = (
+    EpochFormed
+    | EpochAborted
+    | PrepareEpoch
+    | DropPrepared
+    | ShowWorkers
+    | AskWorkers
+    | JobStopped
+    | Warned
+    | NodesAwaited
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +198,15 @@ class WorkersEnded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersReady:
     """Agent: the zygote is warm, so an epoch with this node starts at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersPrepared:
+    """Agent: the workers of preparation `number` wait for their epoch here; or they cannot."""
+
+    number: int
+    failed: str = ""
+    """Why they cannot; empty: they wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +321,7 @@ Report = (
     WorkersReady
     | WorkersFailed
     | WorkersEnded
+    | WorkersPrepared
     | WorkersRunning
     | WorkersStepped
     | WorkersCommitted

@@ -60,7 +60,7 @@ class WorkerStarted:
     rank: int
     pid: int
     how: str
-    """`zygote`, `standby` or `fresh`."""
+    """`zygote`, `standby`, `prepared` or `fresh`."""
     why: str | None
     """Why fresh."""
 
@@ -75,6 +75,21 @@ class StandbyReady:
     """That it took."""
     private_mib: float | None
     """Memory that it shares with no other process; None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReady:
+    """A worker of an epoch that may come waits for it."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLost:
+    """It has ended instead."""
+
+    local_rank: int
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,4 +125,4 @@ class ZygoteLost:
     """The kernel has killed processes of this machine for memory meanwhile."""
 
 
-Happening = WorkerStarted | StandbyReady | WorkerExited | ZygoteLost
+Happening = WorkerStarted | StandbyReady | PreparedReady | PreparedLost | WorkerExited | ZygoteLost

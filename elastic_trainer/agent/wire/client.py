@@ -37,8 +37,8 @@ EVENT_S = 10.0
 """One event in so long tells of all connections that did not prove themselves, or of a board that
 fails."""
 
-OpenStoreCall = Callable[[int], tuple[str, int]]
-"""epoch -> (address, port) of a fresh store."""
+OpenStoreCall = Callable[[int, bool], tuple[str, int]]
+"""(epoch, beside that of the epoch which runs) -> (address, port) of a fresh store."""
 
 
 class MembershipClient:
@@ -169,8 +169,8 @@ class MembershipClient:
                     self._submit(self._board_work, self._read_board)
                 case SwapBoard(state, token):
                     self._submit(self._board_work, partial(self._swap_board, state, token))
-                case OpenStore(epoch):
-                    self._submit(self._store_work, partial(self._open, epoch))
+                case OpenStore(epoch, beside):
+                    self._submit(self._store_work, partial(self._open, epoch, beside))
                 case Tell(notice):
                     self._notices.put(notice)
                     self._notify()
@@ -224,16 +224,16 @@ class MembershipClient:
         gone = isinstance(error, FileNotFoundError)
         self._answer(lambda role: role.board_failed(text, gone=gone))
 
-    def _open(self, epoch: int) -> None:
+    def _open(self, epoch: int, beside: bool) -> None:
         try:
-            address, port = self._open_store(epoch)
+            address, port = self._open_store(epoch, beside)
         except Exception as error:  # noqa: BLE001  said to the agent, tried again below
             text = f"the store of epoch {epoch} could not be opened: {error}"
             self._network.call(lambda: self._log("store.failed", epoch, {"reason": text}))
             self._network.call(
                 lambda: self._network.call_at(
                     self._network.now() + 1.0,
-                    lambda: self._submit(self._store_work, partial(self._open, epoch)),
+                    lambda: self._submit(self._store_work, partial(self._open, epoch, beside)),
                 )
             )
             return

@@ -177,7 +177,8 @@ def _launch(
 def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
     """Write the addresses of the epoch's keepers to a file: an environment is too small."""
     for old in scratch.glob("*.peers.json"):
-        old.unlink()
+        if int(old.name.partition(".")[0]) < formed.epoch - 1:  # that one may run, or wait
+            old.unlink()
     path = scratch / f"{formed.epoch}.peers.json"
     # One that has left may meet its successor, of the same name.
     left = [replace(_peer(m), node=m.agent_id) for m in formed.left]

@@ -15,6 +15,8 @@ from elastic_trainer.agent.hangs.stacks import StackTarget, size_of
 from elastic_trainer.agent.membership.tasks import (
     Happening,
     Launch,
+    PreparedLost,
+    PreparedReady,
     StandbyReady,
     Task,
     WorkerExited,
@@ -92,6 +94,8 @@ class Workers:
         self.cleared = True
         """Nothing that a worker of an ended epoch has started is left."""
         self._epoch = _Started()
+        self._prepared = _Started()
+        """Workers of an epoch that may come."""
         self._unsent: list[dict[str, Any]] = []
         self._found: list[Happening] = []
 
@@ -104,30 +108,66 @@ class Workers:
         """How many workers were launched and are not known to have ended."""
         return len(self._epoch.workers)
 
-    def launch(self, epoch: int, launches: list[Launch]) -> None:
-        """Start the workers of `epoch`; `poll` reports each. Nothing else may run."""
+    def launch(self, epoch: int, launches: list[Launch], *, prepared: bool = False) -> None:
+        """Start the workers of `epoch`; `poll` reports each. Nothing else may run.
+
+        `prepared`: they are those that `prepare` made; one that has ended meanwhile has failed.
+        """
         assert not self._epoch.workers, f"epoch {self._epoch.number} still has workers"
-        self._epoch = _Started(epoch, self._oom_kills())
+        if prepared:
+            assert self._prepared.number == epoch, f"epoch {epoch} was not prepared"
+            self._epoch, self._prepared = self._prepared, _Started()
+        else:
+            self.drop_prepared()
+            self._epoch = self._started_of(epoch, launches)
+        for launch in launches:
+            self._ask_for("start", epoch, launch, prepared=prepared)
+        self._flush()
+
+    def prepare(self, epoch: int, launches: list[Launch]) -> None:
+        """Have the workers of an epoch that may come made ready; `poll` says which wait for it."""
+        self.drop_prepared()
+        self._prepared = self._started_of(epoch, launches)
+        for launch in launches:
+            self._ask_for("prepare", epoch, launch)
+        self._flush()
+
+    def drop_prepared(self) -> None:
+        """End what is prepared, if anything is."""
+        if not self._prepared.workers:
+            return
+        for local_rank in list(self._prepared.workers):
+            self._forget(self._prepared, local_rank)
+        self._prepared = _Started()
+        self._unsent = [request for request in self._unsent if request["op"] != "prepare"]
+        self._unsent.append({"op": "drop"})
+        self._flush()
+
+    def _started_of(self, epoch: int, launches: list[Launch]) -> _Started:
+        started = _Started(epoch, self._oom_kills())
         for launch in launches:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             launch.error_file.unlink(missing_ok=True)
-            self._epoch.workers[launch.local_rank] = _Local(
+            started.workers[launch.local_rank] = _Local(
                 launch,
                 Heartbeat(launch.heartbeat, create=True),
                 size_of(launch.error_log or launch.log),
             )
-            self._ask(
-                "start",
-                launch,
-                launch.env,
-                epoch=epoch,
-                args=list(self.task.args if launch.args is None else launch.args),
-                fresh=self.task.fresh,
-                log=str(launch.log),
-                error_log=str(launch.error_log) if launch.error_log else None,
-                count_steps=self.task.count_steps,
-            )
-        self._flush()
+        return started
+
+    def _ask_for(self, op: str, epoch: int, launch: Launch, **more: Any) -> None:
+        self._ask(
+            op,
+            launch,
+            launch.env,
+            epoch=epoch,
+            args=list(self.task.args if launch.args is None else launch.args),
+            fresh=self.task.fresh,
+            log=str(launch.log),
+            error_log=str(launch.error_log) if launch.error_log else None,
+            count_steps=self.task.count_steps,
+            **more,
+        )
 
     def stand_by(self, env: Mapping[str, str]) -> None:
         """Prepare a process for each worker's place in the next epoch; `poll` says which is ready.
@@ -201,7 +241,7 @@ class Workers:
         if not self.ready:  # nothing was sent yet, so nobody is there to be killed
             self._unsent.clear()
             for local_rank in list(self._epoch.workers):
-                self._forget(local_rank)
+                self._forget(self._epoch, local_rank)
         if self._epoch.workers:
             self._signal_all()
         while not self._gone and (left := deadline - self._clock()) > 0:
@@ -221,8 +261,9 @@ class Workers:
         """Kill the zygote and whatever runs, and unmap the heartbeats."""
         self._signal_all()
         self._zygote.close(ORPHANS_S)
-        for local_rank in list(self._epoch.workers):
-            self._forget(local_rank)
+        for started in (self._epoch, self._prepared):
+            for local_rank in list(started.workers):
+                self._forget(started, local_rank)
 
     # -- zygote ---------------------------------------------------------------------------
 
@@ -245,6 +286,8 @@ class Workers:
         )
         for local_rank, worker in lost:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
+        for local_rank in list(self._prepared.workers):
+            self._prepared_lost(local_rank, -int(signal.SIGKILL))
         self._zygote, self.ready, self.cleared = self._start_zygote(), False, True
 
     def _flush(self) -> None:
@@ -271,6 +314,8 @@ class Workers:
                 self._flush()
             elif event == "standby":
                 self._found.append(StandbyReady(**message))
+            elif message["epoch"] == self._prepared.number:
+                self._of_prepared(event, message)
             elif message["epoch"] != self._epoch.number:
                 pass  # of an epoch that was given up
             elif event == "cleared":
@@ -320,10 +365,26 @@ class Workers:
                 beat=worker.heartbeat.read(),
             )
         )
-        self._forget(local_rank)
+        self._forget(self._epoch, local_rank)
 
-    def _forget(self, local_rank: int) -> None:
-        worker = self._epoch.workers.pop(local_rank)
+    def _of_prepared(self, event: str, message: Mapping[str, Any]) -> None:
+        if event == "prepared":
+            self._found.append(PreparedReady(local_rank=message["local_rank"]))
+        elif event == "unprepared":
+            self._prepared_lost(message["local_rank"], message["status"])
+
+    def _prepared_lost(self, local_rank: int, status: int) -> None:
+        """Report that what was prepared has ended. Its place stays: a launch finds it so."""
+        worker = self._prepared.workers.get(local_rank)
+        if worker is not None:
+            how = f"signal {-status}" if status < 0 else f"exit code {status}"
+            last = [] if status < 0 else _read_tail(worker).strip().splitlines()[-1:]
+            self._found.append(
+                PreparedLost(local_rank=local_rank, detail=": ".join([how, *last])[:300])
+            )
+
+    def _forget(self, started: _Started, local_rank: int) -> None:
+        worker = started.workers.pop(local_rank)
         worker.heartbeat.close()
         worker.launch.heartbeat.unlink(missing_ok=True)
         forget_answers(worker.launch.heartbeat)

@@ -32,13 +32,16 @@ from elastic_trainer.agent.membership.machine import Membership
 from elastic_trainer.agent.membership.messages import Changed, Formed, decode, encode
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     EpochFormed,
     JobStopped,
     Member,
     Notice,
+    PrepareEpoch,
     Report,
     WorkersEnded,
+    WorkersPrepared,
     WorkersRunning,
 )
 from elastic_trainer.board.state import BoardState
@@ -65,6 +68,8 @@ class Agent:
     accepted: int = 1
     formed: EpochFormed | None = None
     working: int | None = None
+    prepared: int = 0
+    """Number of the preparation whose workers wait; 0: none do."""
     over: JobStopped | None = None
 
 
@@ -165,6 +170,7 @@ class World:
         self.faults -= 1
         agent = self.agents[i]
         agent.alive, agent.stopped, agent.working = False, False, None
+        agent.prepared = 0
         self.pending = [one for one in self.pending if one[1][1] != i]
         for there, conn in agent.links.values():
             self._put((there, conn), ("received", there, (conn, END)))
@@ -234,7 +240,10 @@ class World:
             case "store":
                 self._feed(i, "store_opened", details, agent.machine.ctx.me.address, 1)
             case "report":
-                if agent.working == details.epoch:
+                if isinstance(details, WorkersPrepared):
+                    if agent.prepared == details.number:
+                        self._feed(i, "reported", details)
+                elif agent.working == details.epoch:
                     if isinstance(details, WorkersEnded):
                         agent.working = None
                     self._feed(i, "reported", details)
@@ -328,11 +337,21 @@ class World:
                 assert agent.formed is None or epoch > agent.formed.epoch, "epochs only rise"
                 agent.formed = notice
                 mine = agent.machine.ctx.me in notice.members
+                if notice.prepared and mine:
+                    assert agent.prepared == notice.prepared, "its workers were not prepared"
+                agent.prepared = 0
                 agent.working = epoch if mine else None
                 if mine:
                     self._say(i, WorkersRunning(epoch=epoch, step=1))
             case EpochAborted():
-                agent.working = None
+                agent.working, agent.prepared = None, 0
+            case PrepareEpoch(formed=formed):
+                if agent.prepared != formed.prepared:
+                    agent.prepared = formed.prepared
+                    self._say(i, WorkersPrepared(number=formed.prepared))
+            case DropPrepared(number=number):
+                if agent.prepared == number:
+                    agent.prepared = 0
             case AskWorkers(epoch=epoch, request=request) if request & (
                 Request.STOP | Request.GROW
             ):

@@ -66,6 +66,10 @@ class Node:
     """Agent ids of the epochs it was told of."""
     working: int | None = None
     """Epoch whose workers run here."""
+    prepared: EpochFormed | None = None
+    """What was asked to be prepared for here."""
+    waits: int = 0
+    """Number of the preparation whose workers wait here; 0: none do."""
     stopped: JobStopped | None = None
     serves: bool = False
     """It has left; its keeper serves the others until they have committed without it."""

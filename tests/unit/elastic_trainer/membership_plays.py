@@ -42,6 +42,7 @@ ALONE: Final = (
     "worker",
     "reset",
     "relay",
+    "unprepared",
 )
 """Faults of one machine."""
 SHARED: Final = (
@@ -89,6 +90,8 @@ class Play:
     seed: int = 0
     """Of the delays."""
     faults: tuple[Fault, ...] = ()
+    prepares: bool = True
+    """Planned changes are prepared while the epoch before runs."""
 
     @property
     def alone(self) -> bool:
@@ -129,6 +132,7 @@ def random_play(seed: int) -> Play:
         step_s=rng.choice((0.3, 1.0, 2.5)),
         seed=seed,
         faults=tuple(sorted(faults)),
+        prepares=rng.random() < 0.7,
     )
 
 
@@ -201,6 +205,7 @@ class Stage:
             max_restarts=1000,
             max_crashes=1000,
             no_progress=1000,
+            prepares=play.prepares,
         )
         self.cluster = Cluster(limits, seed=play.seed)
         training = self.cluster.training
@@ -381,6 +386,14 @@ class Stage:
     def _worker(self, fault: Fault) -> None:
         if (node := self._at(fault.node)) is not None:
             self.cluster.fail_worker(node, Kind.COLLATERAL, "connection reset")
+
+    def _unprepared(self, fault: Fault) -> None:
+        """End what is prepared on a machine, several times: it may have begun meanwhile."""
+        for i in range(5):
+            self.cluster.at(
+                self.cluster.now + 0.1 * i,
+                lambda: (node := self._at(fault.node)) and self.cluster.fail_prepared(node),
+            )
 
     def _drain(self, fault: Fault) -> None:
         if (node := self._at(fault.node)) is not None:

@@ -34,14 +34,17 @@ from elastic_trainer.agent.membership.machine import Membership
 from elastic_trainer.agent.membership.messages import Changed, Formed, encode
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    DropPrepared,
     EpochAborted,
     EpochFormed,
     JobStopped,
     Member,
     Notice,
+    PrepareEpoch,
     Report,
     ShowWorkers,
     WorkersFailed,
+    WorkersPrepared,
     WorkersRunning,
     WorkersSeen,
     WorkerView,
@@ -52,6 +55,7 @@ from elastic_trainer.record.failures import Action, Failure, Kind
 from elastic_trainer.worker.heartbeat import Request
 
 WORKERS_START_S = 0.5
+WORKERS_PREPARE_S = 0.4
 WORKERS_SAVE_S = 0.2
 WORKERS_SHOW_S = 0.01
 
@@ -67,9 +71,12 @@ class Cluster:
         self.by_id: dict[str, Node] = {}
         self.published: dict[int, EpochFormed] = {}
         self.published_at: dict[int, float] = {}
+        self.taken = 0
+        """Nodes that began an epoch with workers that were prepared for it."""
         self.network = SimNetwork(self)
         self.board = SimBoard(self)
         self.training = SimTraining(self)
+        self._stores = 0
         self.slow_s = 0.0
         """What each thing that an agent hears or does costs; the agents share two processors."""
         self._busy_until = [0.0, 0.0]
@@ -121,6 +128,7 @@ class Cluster:
         if not node.alive:
             return
         node.alive, node.silent, node.working = False, silent, None
+        node.prepared, node.waits = None, 0
         for link in list(node.links.values()):
             if not silent:
                 self.network.hang_up(link, by=node)
@@ -355,10 +363,13 @@ class Cluster:
             case SwapBoard(state, token):
                 self.board.call(node, lambda: self.board.swap(node, state, token))
             case OpenStore(epoch):
+                self._stores += 1
+                port = self._stores % (1 << 15) + 1  # each is another one
                 self.at(
                     self.now + self.delay(),
                     lambda: self.feed(
-                        node, node.hearing(lambda role: role.store_opened(epoch, node.me.node, 1))
+                        node,
+                        node.hearing(lambda role: role.store_opened(epoch, node.me.node, port)),
                     ),
                 )
             case Tell(notice):
@@ -382,6 +393,7 @@ class Cluster:
                 assert self.published.setdefault(epoch, notice) == notice, "published twice"
                 self.published_at.setdefault(epoch, self.now)
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
+                self._take_prepared(node, notice)
                 node.formed = notice
                 node.met |= {*notice.members.ids, *notice.spares.ids, *notice.left.ids}
                 node.working = epoch if node.me in notice.members else None
@@ -390,7 +402,14 @@ class Cluster:
                     begins = self.now + WORKERS_START_S
                     self.at(begins, lambda: self.training.started(node, notice))
             case EpochAborted():
-                node.working = None
+                node.working, node.prepared, node.waits = None, None, 0
+            case PrepareEpoch(formed=formed):
+                if node.prepared is None or node.prepared.prepared != formed.prepared:
+                    node.prepared, node.waits = formed, 0
+                    self.at(self.now + WORKERS_PREPARE_S, lambda: self._prepare(node, formed))
+            case DropPrepared(number=number):
+                if node.prepared is not None and node.prepared.prepared == number:
+                    node.prepared, node.waits = None, 0
             case ShowWorkers(epoch=epoch):
                 self._later(node, epoch, WORKERS_SHOW_S, self.seen(node, epoch, stalled=False))
             case AskWorkers(epoch=epoch, request=request) if request & (
@@ -399,8 +418,47 @@ class Cluster:
                 self.training.ask(epoch, request, WORKERS_SAVE_S)
             case JobStopped():
                 node.stopped, node.working = notice, None
+                node.prepared, node.waits = None, 0
                 # The process ends a little later: what it was to send goes out first.
                 self.at(self.now + 0.05, lambda: self._end(node, notice))
+
+    def _prepare(self, node: Node, formed: EpochFormed) -> None:
+        """Have a node's workers of a preparation wait, once those of all its members meet."""
+        if node.prepared != formed or not node.alive:
+            return
+        peers = [self.by_id[member.agent_id] for member in formed.members]
+        names, cut = {peer.me.node for peer in peers}, self.network.cut
+        together = all(p.alive and not p.paused and p.prepared == formed for p in peers)
+        if not together or any(a in names and b in names for a, b in cut):
+            self.at(self.now + 0.2, lambda: self._prepare(node, formed))
+            return
+        node.waits = formed.prepared
+        self.report(node, WorkersPrepared(number=formed.prepared))
+
+    def fail_prepared(self, node: Node) -> None:
+        """End what is prepared on a node."""
+        if node.prepared is not None:
+            number, node.prepared, node.waits = node.prepared.prepared, None, 0
+            self.report(node, WorkersPrepared(number=number, failed="killed by SIGKILL"))
+
+    def _take_prepared(self, node: Node, formed: EpochFormed) -> None:
+        """Have the workers that wait run an epoch; those of another one end.
+
+        A node that has none for an epoch that counts on them reports a failure, as an agent does.
+        """
+        ready, waits, node.prepared, node.waits = node.prepared, node.waits, None, 0
+        if not formed.prepared or node.me not in formed.members:
+            return
+        if waits != formed.prepared:
+            failure = Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail="not prepared")
+            fields = {"local_rank": 0, "rank": 0, "step": 0, "stepped": False}
+            failed = WorkersFailed(epoch=formed.epoch, failure=failure, **fields)
+            self._later(node, formed.epoch, 0.01, failed)
+            return
+        assert ready is not None
+        self.taken += 1
+        for name in ("epoch", "members", "rung", "store_address", "store_port"):
+            assert getattr(ready, name) == getattr(formed, name), f"{name} is not as prepared"
 
     def _end(self, node: Node, notice: JobStopped) -> None:
         images = node.images

@@ -83,7 +83,7 @@ class Node:
             board=FileBoard(run / "board"),
             endpoint=self.endpoint,
             network=self.network,
-            open_store=lambda epoch: ("127.0.0.1", 1000 + epoch),
+            open_store=lambda epoch, _beside: ("127.0.0.1", 1000 + epoch),
             log=log or (lambda event, epoch, fields: self.events.append((event, fields))),
         )
         self.client.start()

@@ -19,6 +19,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersEnded,
     WorkersFailed,
     WorkersPaced,
+    WorkersPrepared,
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
@@ -48,6 +49,7 @@ def reports(epoch: int) -> list[Report]:
         NodeLeaving(reason="a failed check"),
         WorkersCommitted(epoch=epoch),
         WorkersStepped(epoch=epoch),
+        WorkersPrepared(number=7),
     ]
 
 

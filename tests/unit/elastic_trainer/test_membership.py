@@ -9,7 +9,7 @@ import pytest
 from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.messages import Join
+from elastic_trainer.agent.membership.messages import PROTOCOL, Join
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochFormed,
@@ -113,7 +113,7 @@ def test_an_agent_of_another_protocol_is_refused_with_both():
     join = Join(member=member, job="job", last_epoch=0, protocol=7)
     cluster.feed(first, first.hearing(lambda role: role.received(1, join)))
     (said,) = warnings(first)
-    assert re.findall(r"(\d) on (\w+)", said) == [("7", "node1"), ("1", "node0")]
+    assert re.findall(r"(\d) on (\w+)", said) == [("7", "node1"), (str(PROTOCOL), "node0")]
 
 
 def test_the_first_epoch_does_not_wait_for_a_node_that_has_died():

@@ -23,6 +23,7 @@ SETTINGS = Settings(
     heartbeat_s=2.5,
     dead_after_s=5.0,
     join_timeout_s=20.0,
+    prepares=True,
 )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic_trainer.worker.heartbeat import Heartbeat, Request, Section
@@ -23,8 +23,12 @@ if name := os.environ.get("CHILD_IMPORTS"):
     importlib.import_module(name)
 
 
-def main() -> int:
+def main(hold: Callable[[], None] | None = None) -> int:
     begun = time.monotonic()
+    if hold is not None:
+        if "CHILD_BEFORE_HOLD" in os.environ:
+            _act(*os.environ["CHILD_BEFORE_HOLD"].split(maxsplit=1))
+        hold()
     report = os.environ.get("CHILD_REPORT")
     if report:
         signals = {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)}
