@@ -2,8 +2,8 @@
 
     python benchmarks/experts.py [--out FILE]
 
-Processor time of forward and backward, two experts a token, one thread: the least of some rounds,
-in which the ways alternate. `modules`: one feed-forward after the other; `trainer`: ours;
+Processor time of forward and backward, two experts a token, one thread: the least of some
+rounds. `modules`: one feed-forward after the other; `trainer`: ours;
 `grouped`: torch's grouped product of copies side by side, as on GPUs; `padded`: as many rows each.
 """
 
@@ -65,8 +65,8 @@ def measure(dtype: torch.dtype, experts: int, dim: int, tokens: int) -> dict[str
     )
     ways = _ways(x, chosen.bincount(minlength=experts).tolist(), (w1, w2, w3))
     best = dict.fromkeys(ways, float("inf"))
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
+    for name, way in ways.items():  # one by one: each leaves malloc other holes
+        for _ in range(ROUNDS):
             for param in (x, *w1, *w2, *w3):
                 param.grad = None
             begin = time.process_time()

@@ -28,7 +28,7 @@ _LIBRARY: Final = torch.library.Library("holdfast", "FRAGMENT")
 _ARGUMENTS: Final = "Tensor rows, Tensor[] weights, Tensor ends"
 for _schema in (
     f"grouped_linear({_ARGUMENTS}) -> Tensor",
-    f"grouped_linear_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"grouped_linear_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor[])",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -66,7 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends, *weights = ctx.saved_tensors
         backward = torch.ops.holdfast.grouped_linear_backward
         rows_grad, weight_grads = backward(*grads, rows, weights, ends)
-        return rows_grad, None, *weight_grads.unbind()
+        return rows_grad, None, *weight_grads
 
 
 def _forward(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _forward(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
 
 def _backward(
     grad: Tensor, rows: Tensor, weights: Sequence[Tensor], ends: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     back = _at_once_backward if ends.is_cuda else _one_by_one_backward
     return back(grad, rows, weights, ends)
 
@@ -90,8 +90,9 @@ def _one_by_one(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor
 
 def _one_by_one_backward(
     grad: Tensor, rows: Tensor, weights: Sequence[Tensor], ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    rows_grad, weight_grads = torch.empty_like(rows), _like(weights)
+) -> tuple[Tensor, list[Tensor]]:
+    # Each by itself: malloc keeps no piece as large as all of them, and new pages take time.
+    rows_grad, weight_grads = torch.empty_like(rows), list(map(torch.empty_like, weights))
     parts = (each.tensor_split(ends[:-1]) for each in (grad, rows, rows_grad))
     for weight, weight_grad, above, part, piece in zip(weights, weight_grads, *parts, strict=True):
         torch.mm(above, weight, out=piece)
@@ -105,17 +106,13 @@ def _at_once(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
 
 def _at_once_backward(
     grad: Tensor, rows: Tensor, weights: Sequence[Tensor], ends: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     grad = grad.contiguous()
     rows_grad = F.grouped_mm(grad, torch.stack(tuple(weights)), offs=ends)
     weight_grads = F.grouped_mm(grad.t(), rows, offs=ends)
     # On B200 an expert without rows gets what was in memory (pytorch#172439).
     idle = ends.diff(prepend=ends.new_zeros(1)) == 0
-    return rows_grad, weight_grads.masked_fill_(idle[:, None, None], 0.0)
-
-
-def _like(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0].new_empty(len(weights), *weights[0].shape)
+    return rows_grad, list(weight_grads.masked_fill_(idle[:, None, None], 0.0))
 
 
 _LIBRARY.impl("grouped_linear", _forward, "CompositeExplicitAutograd")
@@ -130,5 +127,5 @@ def _fake(rows: Tensor, weights: Sequence[Tensor], _ends: Tensor) -> Tensor:
 @torch.library.register_fake("holdfast::grouped_linear_backward", lib=_LIBRARY)
 def _fake_backward(
     _grad: Tensor, rows: Tensor, weights: Sequence[Tensor], _ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), _like(weights)
+) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(rows), list(map(torch.empty_like, weights))

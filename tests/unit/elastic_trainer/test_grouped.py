@@ -54,14 +54,15 @@ def test_each_expert_multiplies_its_own_rows(counts, dtype):
 def test_torchs_grouped_product_is_the_same(counts, dtype):
     """What GPUs do; torch has it on processors too."""
     rows, weights, ends, grad = made(counts, dtype)
-    at_once, one_by_one = (rows, weights, ends.int()), (rows, weights, ends)
-    with torch.no_grad():
-        ours = [grouped._at_once(*at_once), *grouped._at_once_backward(grad, *at_once)]
-        theirs = [
-            grouped._one_by_one(*one_by_one),
-            *grouped._one_by_one_backward(grad, *one_by_one),
-        ]
-    for mine, other in zip(ours, theirs, strict=True):
+    results = []
+    for forward, backward, given_ends in (
+        (grouped._at_once, grouped._at_once_backward, ends.int()),
+        (grouped._one_by_one, grouped._one_by_one_backward, ends),
+    ):
+        with torch.no_grad():
+            rows_grad, weight_grads = backward(grad, rows, weights, given_ends)
+            results.append([forward(rows, weights, given_ends), rows_grad, *weight_grads])
+    for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other)
 
 
