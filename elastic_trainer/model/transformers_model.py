@@ -6,13 +6,14 @@ transformers is imported where a model is built, not with this module: other job
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 from unittest import mock
 
@@ -130,7 +131,7 @@ class TransformersModel(CausalModel):
         if rule.whole is not None:
             return rule.whole[rows.start : rows.stop]
         drawn = initial_rows(name, size, rows, seed, mean=rule.mean, deviation=rule.deviation)
-        if rule.zero_row in rows:
+        if rule.zero_row is not None and rule.zero_row in rows:
             drawn[rule.zero_row - rows.start] = 0.0
         return drawn
 
@@ -142,7 +143,7 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     """Return the class's instance, and by name how its parameters begin."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker asks the network for nothing
     try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, initialization
+        from transformers import AutoConfig, AutoModelForCausalLM, initialization
     except ImportError as error:
         raise ModelError(
             "HF334",
@@ -153,8 +154,10 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     attention = None if shape.attention == "sdpa" else shape.attention
     notes = _Notes()
     try:
-        raw = json.loads(shape.config)
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        # Only from a file is it read as the published ones are meant.
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(shape.config, encoding="utf-8")
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with notes.taken(initialization), _large_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -367,9 +370,7 @@ def _xavier(tensor: Tensor, gain: float, *_: object) -> InitialRule:
     return InitialRule(deviation=gain * math.sqrt(2 / sum(_fans(tensor))))
 
 
-def _kaiming(
-    tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object
-) -> InitialRule:
+def _kaiming(tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object) -> InitialRule:
     fan_in, fan_out = _fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)
     return InitialRule(deviation=gain / math.sqrt(fan_in if mode == "fan_in" else fan_out))
