@@ -148,7 +148,7 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
         raise ModelError(
             "HF334",
             f"transformers cannot be imported on this node ({error}): pip install "
-            "'holdfast-ml[transformers]'",
+            "'holdfast-ml[hf]'",
         ) from error
     # transformers' own default is sdpa too, but not of classes that have none.
     attention = None if shape.attention == "sdpa" else shape.attention

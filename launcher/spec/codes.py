@@ -247,6 +247,12 @@ _TABLE: Final = {
     "HF331": ("The plug-in is not a decoder as the trainer needs it.", "See docs/models.md."),
     "HF332": ("The plug-in has another number of parameters.", "Set model.params."),
     "HF333": ("train.float8 on a node without torchao.", "Install holdfast-ml[float8]."),
+    # A model of transformers' own class (`model: {hf: ...}`), on the nodes.
+    "HF334": ("transformers is not installed on a node.", "Install holdfast-ml[hf] there."),
+    "HF335": (
+        "transformers' class cannot be trained on a node as it was planned.",
+        "Use the transformers there that the job was submitted with; see the message.",
+    ),
     # The agent's command line.
     "HF501": ("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": ("job.json cannot be used.", "Render the job again."),
