@@ -188,7 +188,7 @@ def _refuse(model: Any) -> None:
         raise ModelError("HF335", f"{kind}: {scalars[0]} is a scalar, which FSDP does not cut")
     for key, value in model.config.to_dict().items():
         is_on = isinstance(value, float) and value > 0.0
-        if is_on and "drop" in key and "classifier" not in key:
+        if is_on and "drop" in key and not key.startswith(("classifier", "summary")):
             raise ModelError("HF335", f"{kind}: {key} {value} is not done: set it to 0.0")
     if model.config.is_encoder_decoder:
         raise ModelError("HF335", f"{kind} has an encoder: only decoders are trained")
