@@ -14,8 +14,16 @@ from harness import SHAPE as TWO_LAYERS
 from harness import Run, make_config
 
 from elastic_trainer.plan.layout import ParallelLayout
+from elastic_trainer.plan.models import Transformers
 
 SHAPE = dataclasses.replace(TWO_LAYERS, num_layers=4)
+
+OWN_CLASS = Transformers(
+    num_layers=2, dim=32, num_heads=4, num_kv_heads=4, ffn_dim=48, vocab_size=256, params=1,
+    active=1, config=json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4,
+                                 "vocab_size": 256, "n_positions": 64, "resid_pdrop": 0.0,
+                                 "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+)  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -38,6 +46,7 @@ os._exit(0)
         pytest.param(ParallelLayout(dp=2, tp=2), 1, {}, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(cp=2, pp=2, tp=2), 2, {}, marks=pytest.mark.slow),
         pytest.param(ParallelLayout(pp=2), 2, {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(dp=2), 1, {"model": OWN_CLASS}, marks=pytest.mark.slow),
         pytest.param(
             ParallelLayout(tp=2),
             1,
