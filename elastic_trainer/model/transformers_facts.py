@@ -55,7 +55,9 @@ def answer(raw: dict[str, Any]) -> Answer:
     if reason := refusal(raw, raw):
         return Answer(refused=reason)
     if (kind := raw.get("model_type")) not in CONFIG_MAPPING:
-        return Answer(refused=f"model_type {kind!r:.40}: transformers {__version__} has none such")
+        own = "auto_map: code of the model's own is not run; " if raw.get("auto_map") else ""
+        none = f"{own}model_type {kind!r:.40}: transformers {__version__} has none such"
+        return Answer(refused=none)
     try:
         whole = read(raw)
         cls, reason = _causal(whole)

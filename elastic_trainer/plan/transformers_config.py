@@ -38,7 +38,6 @@ DIMENSIONS: Final = {
 }  # fmt: skip
 """Dimension -> keys of config.json, the usual one first."""
 _SWITCHES: Final = {
-    "auto_map": "code of the model's own is not run; delete it if transformers' own class is meant",
     "quantization_config": "quantised weights are not trained",
     "is_encoder_decoder": "encoders are not trained",
     "add_cross_attention": "encoders are not trained",
@@ -66,9 +65,17 @@ _BESIDE: Final = frozenset((
     "n_ctx", "seq_length", "model_max_length", "max_window_layers",
     # How other code computes the same.
     "ep_size", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32",
-    "pad_vocab_size_multiple",
+    "pad_vocab_size_multiple", "offset_alibi", "auto_map",
 ))
 # fmt: on
+_SAME: Final = {
+    "experts_per_token": "num_experts_per_tok",
+    "hidden_act": "hidden_activation",
+    "d_inner": "intermediate_size",
+}
+"""Key of other code -> transformers', where both have the same value."""
+_AS_ALWAYS: Final = {"moe_layer_freq": 1, "mlp_type": "default"}
+"""Key of other code -> the value by which all layers are as in transformers' class."""
 _LISTED: Final = 6
 """Strange keys that a message names."""
 _FASTER: Final = re.compile("^fused_|_fusion$|flash_att")
@@ -177,6 +184,7 @@ def refusal(
         for key, value in raw.items()
         # What is off no code does, whether or not it knows the switch.
         if value and key not in harmless and not (_FASTER.search(key) or key.endswith("_token_id"))
+        if value not in (_AS_ALWAYS.get(key), complete.get(_SAME.get(key, "")))
     ]
     if not strange:
         return None

@@ -447,6 +447,20 @@ def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[Any]
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
     if isinstance(shape, Transformers):
         return  # transformers has built it
+    yield from _layer_mistakes(shape)
+    if shape.num_heads % shape.num_kv_heads:
+        message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
+        yield "num_kv_heads", message, divisors(shape.num_heads)[:6]
+    if not shape.head_dim and shape.dim % shape.num_heads:
+        message = f"{shape.num_heads} does not divide dim {shape.dim}, and head_dim is not given"
+        yield "num_heads", message, divisors(shape.dim)
+    elif shape.head_size % 2:
+        message = f"heads of {shape.head_size} are odd; rotary embeddings turn pairs"
+        yield "head_dim", message, [shape.head_size + 1]
+
+
+def _layer_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield the same for experts, and for layers that differ."""
     if isinstance(shape, MixtureShape):
         experts, chosen = shape.num_experts, shape.experts_per_token
         if experts == 1:
@@ -459,12 +473,3 @@ def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[Any]
             yield "sliding_window", f"null, but layer_types has {SLIDING}; say how many", [4096]
         elif kinds == {FULL} and window is not None:
             yield "layer_types", f"no layer sees the sliding_window {window}", [[SLIDING]]
-    if shape.num_heads % shape.num_kv_heads:
-        message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
-        yield "num_kv_heads", message, divisors(shape.num_heads)[:6]
-    if not shape.head_dim and shape.dim % shape.num_heads:
-        message = f"{shape.num_heads} does not divide dim {shape.dim}, and head_dim is not given"
-        yield "num_heads", message, divisors(shape.dim)
-    elif shape.head_size % 2:
-        message = f"heads of {shape.head_size} are odd; rotary embeddings turn pairs"
-        yield "head_dim", message, [shape.head_size + 1]

@@ -100,9 +100,26 @@ def test_without_transformers_the_parameters_are_those_stated():
 
 
 @pytest.mark.parametrize(
+    ("raw", "complete", "refused"),
+    [
+        ({"auto_map": {"AutoConfig": "x.Y"}}, {}, False),
+        ({"experts_per_token": 4}, {"num_experts_per_tok": 4}, False),
+        ({"experts_per_token": 2}, {"num_experts_per_tok": 4}, True),
+        ({"moe_layer_freq": 1}, {}, False),
+        ({"moe_layer_freq": 2}, {}, True),
+        ({"d_inner": 128}, {"intermediate_size": 128}, False),
+        ({"my_switch": 7}, {}, True),
+    ],
+    ids=str,
+)
+def test_a_key_that_the_class_lacks_passes_only_where_it_changes_nothing(raw, complete, refused):
+    found = refusal(raw, {**raw, **complete}, frozenset(complete), "some class")
+    assert (found is not None) == refused
+
+
+@pytest.mark.parametrize(
     "raw",
     [
-        {"auto_map": {"AutoConfig": "x.Y"}},
         {"quantization_config": {"bits": 4}},
         {"is_encoder_decoder": True},
         {"add_cross_attention": True},
