@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from elastic_trainer.data import IGNORED
+from elastic_trainer.data.index import micro_batch_samples
 from elastic_trainer.model.transformers_probe import SIZES, small_config
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan.config import (
@@ -149,9 +151,17 @@ def train(config: TrainConfig, weights: dict[str, Tensor] | None = None) -> list
 
 
 def _batches(step: int, dp: int, rank: int) -> Iterator[MicroBatch]:
-    each = GLOBAL_BATCH // dp
-    for row in tokens(step)[rank * each : (rank + 1) * each].unsqueeze(1):
-        yield MicroBatch(row[:, :-1], row[:, 1:])
+    """Yield this rank's sequences, as the trainer's feed does: the last may fill up the step."""
+    batch, first = tokens(step), (step - 1) * GLOBAL_BATCH
+    rounds = micro_batches_per_rank(GLOBAL_BATCH, dp)
+    for samples in micro_batch_samples(
+        step, global_batch=GLOBAL_BATCH, micro_batch=1, dp=dp, dp_rank=rank, rounds=rounds
+    ):
+        rows = batch[:1] if samples is None else batch[samples.start - first :][:1]
+        targets = rows[:, 1:]
+        yield MicroBatch(
+            rows[:, :-1], torch.full_like(targets, IGNORED) if samples is None else targets
+        )
 
 
 def _update(
