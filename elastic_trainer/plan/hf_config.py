@@ -36,7 +36,7 @@ _OFF: Final = frozenset((
 """What no family has here: false, empty or null."""
 _DROPOUT: Final = re.compile("dropout|_pdrop|_drop$")
 """In keys: the same of every kind of dropout, which is 0."""
-_WITHOUT_EFFECT: Final = frozenset((
+WITHOUT_EFFECT: Final = frozenset((
     # Where the file comes from, and for whom.
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "torch_dtype",
     "dtype", "use_bfloat16", "tokenizer_class", "prefix", "unsloth_fixed", "unsloth_version",
@@ -151,7 +151,7 @@ def _renamed(raw: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
 def _check_keys(raw: dict[str, Any], family: type[ModelShape]) -> None:
     """Refuse the first key that says more than is read here."""
     own = {family.hf_ffn, *family.hf_fields.values(), *family.hf_ignored}
-    silent, fixed = _USED | _WITHOUT_EFFECT | own, family.hf_fixed
+    silent, fixed = _USED | WITHOUT_EFFECT | own, family.hf_fixed
     for key, value in raw.items():
         if value is None or key in silent or key.endswith("_token_id"):
             continue

@@ -407,18 +407,23 @@ class Transformers(ModelShape):
 
     family: ClassVar[str] = "transformers"
 
-    config: str = field(
-        metadata=says("config.json as canonical JSON: sorted keys, no spaces, ASCII.")
-    )
-    params: int = field(metadata=says("Parameters of the class, tied ones counted once."))
-    active: int = field(metadata=says("Parameters that one token meets."))
-    attention: str = option("sdpa", "attn_implementation, as transformers names it: sdpa, eager.")
+    config: str
+    """config.json as canonical JSON: sorted keys, no spaces, ASCII."""
+    params: int
+    """Tied ones counted once."""
+    active: int
+    """Parameters that one token meets."""
+    attention: str = "sdpa"
+    """attn_implementation, as transformers names it."""
+    tp_sizes: Mapping[str, int] = field(default_factory=dict, hash=False, compare=False)
+    """What tp must divide: words for a size -> it. For the launcher, as what follows."""
+    refused: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    """Key of the job file -> why it cannot be used with this class."""
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
         """The class that the config names."""
-        named = json.loads(self.config).get("architectures") or [""]
-        return str(named[0])
+        return str(json.loads(self.config)["architectures"][0])
 
     @property
     def decoder(self) -> str:
@@ -564,7 +569,7 @@ def raw_of(shape: ModelShape) -> dict[str, Any]:
     """Return a shape as job.json and manifests have it: one without a family is Llama's."""
     raw = dataclasses.asdict(shape)
     for each in dataclasses.fields(shape):
-        if each.name in _LATER and raw[each.name] == each.default:
+        if (each.name in _LATER and raw[each.name] == each.default) or not each.compare:
             del raw[each.name]
     return raw if type(shape) is ModelShape else {"family": shape.family, **raw}
 

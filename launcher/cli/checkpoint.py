@@ -23,9 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from elastic_trainer.board.state import Commit
+from elastic_trainer.plan.hf_config import ConfigError
 from elastic_trainer.plan.layout import layout_label
-from elastic_trainer.plan.models import raw_of
+from elastic_trainer.plan.models import Transformers, raw_of
 from elastic_trainer.plan.quantities import sized
+from elastic_trainer.storage.files import read_regular
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -36,10 +38,14 @@ from launcher.cli.common import (
     say,
 )
 from launcher.cli.terminal import direct, print_table, wide_console
+from launcher.plan.loading import MAX_MODEL_BYTES
+from launcher.plan.transformers import ask
 from launcher.platforms.installed import need
 from launcher.runs.checkpoints.commits import Reference, RetiredError, RunCheckpoints
 from launcher.spec.codes import CODES
 from launcher.spec.errors import PermanentError, UserError
+from launcher.spec.reading import shape_of_config
+from launcher.spec.sections import OwnClass
 
 EPILOG = """\b
 Examples:
@@ -162,14 +168,22 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
 @checkpoint.command("import")
 @click.argument("source", metavar="HF_DIR", type=click.Path(path_type=Path))
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--own-class",
+    is_flag=True,
+    help="For `model: {hf: HF_DIR}`: transformers' own class, also where a family has the model.",
+)
 @json_option
-def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
+def import_(*, source: Path, run_dir: Path, own_class: bool, as_json: bool) -> None:
     """Make RUN of the safetensors in HF_DIR; `holdfast run JOB --from RUN` starts with it.
 
-    RUN is new or empty. A model of one of the families (docs/models.md) in float32,
-    bfloat16 or float16, in one file or many.
+    RUN is new or empty. A model of one of the families, or else of transformers' own class
+    (docs/models.md), in float32, bfloat16 or float16, in one file or many.
     """
-    result = _convert("import", {"hf": str(source), "run": str(run_dir)})
+    request: dict[str, Any] = {"hf": str(source), "run": str(run_dir)}
+    if (shape := _own_class(source, always=own_class)) is not None:
+        request["model"] = raw_of(shape)
+    result = _convert("import", request)
     if as_json:
         print_json({"run": str(run_dir), **result})
     else:
@@ -177,6 +191,25 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> None:
             f"{result['num_params']:,} parameters in {run_dir}\n"
             f"next: holdfast run JOB --from {run_dir}"
         )
+
+
+def _own_class(source: Path, *, always: bool) -> Transformers | None:
+    """Return the shape of transformers' own class of a model's folder; None: a family has it.
+
+    Raises:
+        UserError: as `shape_of_config`.
+    """
+    config = source / "config.json"
+    try:
+        text = read_regular(config, MAX_MODEL_BYTES).decode()
+    except (OSError, UnicodeDecodeError):
+        return None  # the conversion says so
+    wanted = OwnClass(hf=str(source)) if always else str(source)
+    try:
+        shape, _ = shape_of_config(text, wanted, ask)
+    except ConfigError as error:
+        raise UserError(error.code, f"{config}: {error}") from error
+    return shape if isinstance(shape, Transformers) else None
 
 
 def _verified(found: RunCheckpoints, commits: Sequence[Commit]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.plan.models import Plugin, raw_of
+from elastic_trainer.plan.models import Plugin, Transformers, raw_of
 from elastic_trainer.plan.quantities import counted
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_FAILED
 from launcher.local.verdicts import (
@@ -374,7 +374,8 @@ def _machines(spec: JobSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _training(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
-    if not isinstance(spec.shape, Plugin):  # of a user's class nobody knows what may shrink
+    # Of a user's class nobody knows what may shrink; a small Llama stands for transformers' own.
+    if not isinstance(spec.shape, Plugin):
         yield "model", _model(spec)
     yield "train.seq_len", _SEQ_LEN
     yield "train.global_batch", MOST_WORKERS
@@ -406,12 +407,6 @@ def _model(spec: JobSpec) -> dict[str, Any]:
     for key, most in (("num_experts", 4), ("experts_per_token", 2), ("sliding_window", 32)):
         if raw.get(key):
             small[key] = min(raw[key], most)
-    kept = (
-        "family",
-        "tie_embeddings",
-        "attention_bias",
-        "norm_topk_prob",
-        "norm_eps",
-        "rope_theta",
-    )
+    own = ("family", "attention_bias", "norm_topk_prob", "norm_eps", "rope_theta")
+    kept = ("tie_embeddings", *(() if isinstance(spec.shape, Transformers) else own))
     return {**{key: raw[key] for key in kept if key in raw}, **small}

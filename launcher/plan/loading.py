@@ -1,4 +1,7 @@
-"""Job file -> JobSpec, from disk: the file, the config.json it may name, and `layout: auto`."""
+"""Job file -> JobSpec, from disk: the file, the config.json it may name, and `layout: auto`.
+
+Of a config.json that no family here has, transformers is asked.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elastic_trainer.storage.files import open_regular, read_regular
 from launcher.plan.planning import nothing_fits, speeds_of, unknown_speed
 from launcher.plan.search import fastest
+from launcher.plan.transformers import ask
 from launcher.spec.errors import UserError, Where
 from launcher.spec.reading import parse_spec
 from launcher.spec.source import MAX_BYTES, read_source
@@ -68,7 +72,7 @@ def load_spec(
 
     defaults = [] if site is None else site.sets(read_source(text, file, before).data)
     every = [*before, *defaults, *sets]
-    spec = parse_spec(text, file, every, read=read)
+    spec = parse_spec(text, file, every, read=read, ask=ask)
     spec.remember(folder=base_dir)
     if site is not None and site.ssh is not None:
         return spec  # it is read again there, where the profile lies
@@ -78,7 +82,7 @@ def load_spec(
         asked = [at for at, each in enumerate(every) if each.partition("=")[0].strip() == "layout"]
         at = asked[-1] if asked else 0
         every[at : at + len(asked[-1:])] = [f"layout={_fastest(spec)}"]
-        spec = parse_spec(text, file, every, read=read)
+        spec = parse_spec(text, file, every, read=read, ask=ask)
         spec.remember(layout_was_auto=True)
     spec.remember(folder=base_dir, profile=profile)
     return spec

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import Plugin
+from elastic_trainer.plan.models import Plugin, Transformers
 from elastic_trainer.plan.quantities import counted, scaled
 from launcher.plan.planning import Plan
 from launcher.plan.rungs import predicted_step_s
@@ -43,9 +43,11 @@ def summary_lines(
     spares = f", {cluster.spares} more as spares" if cluster.spares else ""
     nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
     shape, chosen = spec.shape, ", chosen: layout is auto" if spec.layout_was_auto else ""
-    active = f", {short(shape.active_params())} a token" if shape.num_experts > 1 else ""
+    total, met = shape.num_params(), shape.active_params()
+    active = f", {short(met)} a token" if met < total else ""
     lines = [
-        f"model    {spec.model_name}, {short(shape.num_params())} parameters{active}",
+        f"model    {spec.model_name}, {short(total)} parameters{active}",
+        *_class_lines(spec),
         f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}{chosen}",
         f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
         (
@@ -79,11 +81,27 @@ def summary_lines(
     return [*head, lines[-2], f"batch    {batch}"]
 
 
+def _class_lines(spec: JobSpec) -> list[str]:
+    """Return which class of transformers trains the model, why, and what does not work with it."""
+    shape = spec.shape
+    if not isinstance(shape, Transformers):
+        return []
+    why = f" ({spec.no_family})" if spec.no_family else ""
+    refused = dict(shape.refused)
+    tp = refused.pop("layout.tp", None)
+    without = [key.partition(".")[2] for key in refused if key != "data.format"]
+    without += [f"tp ({tp})"] if tp else []
+    name = f"transformers' {shape.architecture}, attention {shape.attention}{why}"
+    return [f"class    {name}; not with it: {', '.join(without)}"]
+
+
 def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
     """Return what the fullest GPU is predicted to need, or why nobody can say; of a CPU nothing."""
     memory = spec.facts.memory_gib
     if isinstance(spec.shape, Plugin) and device_memory_gib(spec.cluster.gpu) is not None:
         return [f"gpu      memory not predicted: only {spec.shape.plugin} knows what it keeps"]
+    if isinstance(spec.shape, Transformers) and spec.command is None:
+        memory = device_memory_gib(spec.cluster.gpu)
     if memory is None:
         return []
     found = spec.facts.rank_bytes(rung.layout)
@@ -93,7 +111,8 @@ def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
         for name, size in found.items().items()
         if size >= GIB / 20
     )
-    return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB: {items}"]
+    guess = "" if spec.layers_known else ", if it were a Llama of these dimensions"
+    return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB{guess}: {items}"]
 
 
 def _speed_lines(spec: JobSpec, plan: Plan, rung: Rung, *, explain: bool) -> list[str]:
@@ -306,6 +325,8 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
         "num_params": spec.shape.num_params(),
         "active_params": spec.shape.active_params(),
     }
+    if isinstance(spec.shape, Transformers):
+        model |= {"class": spec.shape.architecture, "not_with_it": dict(spec.shape.refused)}
     return {
         "name": spec.name,
         "model": model if spec.command is None else None,

@@ -16,6 +16,7 @@ from elastic_trainer.plan.models import (
     MixtureShape,
     ModelShape,
     Plugin,
+    Transformers,
 )
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer, Problem
@@ -32,9 +33,11 @@ from launcher.spec.rules import (
     instead,
     layout_findings,
     memory_finding,
+    own_class_findings,
     replicate_finding,
     world_finding,
 )
+from launcher.spec.sections import ModelDimensions
 from launcher.spec.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -202,6 +205,8 @@ def _float8(spec: JobSpec) -> Iterator[BrokenRule]:
         message = f"float8 is for products in bf16, and precision is {train.precision}"
         offers = [{"train.precision": "bf16"}, {key: False}]
         yield finding("HF133", key, message, "train.precision", offers=offers)
+    elif isinstance(spec.shape, Transformers):
+        return  # HF140 says it
     elif isinstance(spec.shape, Plugin):
         message = "what the layers of a plug-in multiply is not known"
         yield finding("HF133", key, message, "model", use=without)
@@ -342,7 +347,7 @@ def _pod_finding(key: str, message: str, *needs: str) -> BrokenRule:
 
 def _family(spec: JobSpec) -> Iterator[BrokenRule]:
     """Yield keys of a family or plug-in that the model is not of."""
-    if isinstance(spec.model, str):
+    if not isinstance(spec.model, ModelDimensions):
         return
     family, plugin = spec.model.family, spec.model.plugin
     if plugin is not None and "family" in spec.model.model_fields_set:
@@ -364,6 +369,8 @@ def _family(spec: JobSpec) -> Iterator[BrokenRule]:
 def _model(spec: JobSpec) -> Iterator[BrokenRule]:
     shape = spec.shape
     yield from _family(spec)
+    if isinstance(shape, Transformers) and spec.command is None:
+        yield from _own_class(spec)
     for field, message, usable in _dimension_mistakes(shape):
         yield finding("HF023", f"model.{field}", message, use=usable)
     if shape.num_experts > 1 and spec.train.compile:
@@ -396,8 +403,19 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
         yield finding("HF154", "train.seq_len", message, use=[context])
 
 
+def _own_class(spec: JobSpec) -> Iterator[BrokenRule]:
+    """Yield what is on that transformers' own class does not take, beside its layout."""
+    train, packed = spec.train, spec.data.packed
+    yield from own_class_findings(spec.shape, "train.float8", train.float8, without=False)
+    yield from own_class_findings(spec.shape, "train.compile", train.compile, without=False)
+    as_text = "text" if packed else spec.data.format
+    yield from own_class_findings(spec.shape, "data.format", spec.data.format, without=as_text)
+
+
 def _dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
+    if isinstance(shape, Transformers):
+        return  # transformers has built it
     if isinstance(shape, MixtureShape):
         experts, chosen = shape.num_experts, shape.experts_per_token
         if experts == 1:

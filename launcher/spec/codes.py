@@ -47,6 +47,10 @@ _TABLE: Final = {
         "Use a model of another family (docs/models.md), a plug-in or a script.",
     ),
     "HF023": ("The model's dimensions contradict each other.", "Fix the one named."),
+    "HF026": (
+        "The model's parameters cannot be counted: transformers is not installed here.",
+        "Install holdfast-ml[train,hf] here, or state model.params.",
+    ),
     "HF024": ("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
     # The layout.
     "HF101": ("dp x tp x pp x cp is not the number of GPUs.", "Use `dp: auto`."),
@@ -119,6 +123,10 @@ _TABLE: Final = {
         "Write the degrees, or measure the GPU by `holdfast calibrate`.",
     ),
     "HF138": ("The profile is of another GPU.", "Use one of the job's GPU, or calibrate."),
+    "HF140": (
+        "Something that a model of transformers' own class does not take.",
+        "Leave it out, or use a model that a family here has (docs/models.md).",
+    ),
     # Warnings: the job is legal.
     "HF150": ("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": ("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),
@@ -247,6 +255,12 @@ _TABLE: Final = {
     "HF331": ("The plug-in is not a decoder as the trainer needs it.", "See docs/models.md."),
     "HF332": ("The plug-in has another number of parameters.", "Set model.params."),
     "HF333": ("train.float8 on a node without torchao.", "Install holdfast-ml[float8]."),
+    # A model of transformers' own class (`model: {hf: ...}`), on the nodes.
+    "HF334": ("transformers is not installed on a node.", "Install holdfast-ml[hf] there."),
+    "HF335": (
+        "transformers' class cannot be trained on a node as it was planned.",
+        "Use the transformers there that the job was submitted with; see the message.",
+    ),
     # The agent's command line.
     "HF501": ("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": ("job.json cannot be used.", "Render the job again."),

@@ -24,9 +24,11 @@ from pydantic_core import ErrorDetails
 from elastic_trainer.plan.command import names_in, preset
 from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin
+from elastic_trainer.plan.transformers_config import Answer, own_class, read_config, unasked
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
+from launcher.spec.sections import ModelDimensions, OwnClass
 from launcher.spec.source import Path as KeyPath
 from launcher.spec.source import SpecSource, describe, dotted, read_source
 from launcher.spec.spec import FOR_COMMANDS, MODEL_TAGS, OPTIONAL, JobSpec, all_sections, keys_of
@@ -34,6 +36,8 @@ from launcher.spec.values import as_text
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
+Ask = Callable[[str], Answer | None]
+"""Text of a config.json -> what transformers says of it; None: it is not installed here."""
 Sections = Mapping[str, Mapping[str, FieldInfo]]
 """Dotted path of a section -> key -> field."""
 
@@ -85,6 +89,7 @@ def parse_spec(
     sets: Sequence[str] = (),
     *,
     read: ReadText | None = None,
+    ask: Ask | None = None,
 ) -> JobSpec:
     """Return the job that `text` describes, with the overrides `sets` applied.
 
@@ -93,6 +98,7 @@ def parse_spec(
         file: name for messages.
         sets: overrides as `train.steps=50`, later ones winning.
         read: reads the config.json that `model` may name; None refuses such a model.
+        ask: asks transformers about it; None: only families of ours are taken.
 
     Raises:
         UserError: every problem found, in the order of the file.
@@ -107,7 +113,7 @@ def parse_spec(
         spec, problems = _validate(source)
         if spec is not None:
             spec.remember(source=source, text=text, sets=tuple(sets))
-            problems += _complete(spec, left_out | _keys(problems), read)
+            problems += _complete(spec, left_out | _keys(problems), read, ask)
         return spec, problems
 
     spec, problems = check(source)
@@ -207,9 +213,11 @@ def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Proble
     return found
 
 
-def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
+def _complete(
+    spec: JobSpec, bad: set[str], read: ReadText | None, ask: Ask | None
+) -> list[Problem]:
     """Find the model's dimensions and check the rules that span several keys."""
-    shape, problem = _shape_of(spec, read)
+    shape, problem = _shape_of(spec, read, ask)
     spec.remember(shape=shape)
     problem = problem or _plugin_problem(spec, read)
     found = [problem] if problem and "model" not in bad else []
@@ -266,6 +274,8 @@ def _validate(source: SpecSource) -> tuple[JobSpec | None, list[Problem]]:
         return JobSpec.model_validate(data), reported
     except ValidationError as error:
         known = {path: keys_of(model) for path, model in all_sections().items()}
+        if isinstance(model := data.get("model"), dict) and "hf" in model:
+            known["model"] = keys_of(OwnClass)
         seen = _keys(reported)
         details = error.errors(include_url=False)
         found = [_problem(detail, source, known) for detail in details]
@@ -296,28 +306,81 @@ def _drop(data: Any, path: Sequence[str | int]) -> None:
         data.pop(last, None)
 
 
-def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:
+def _shape_of(
+    spec: JobSpec, read: ReadText | None, ask: Ask | None
+) -> tuple[ModelShape, Problem | None]:
     """Return the model's dimensions, or a placeholder and the problem with `model`."""
     model, where = spec.model, spec.source.where_key("model")
     stand_in = _shape(FOR_COMMANDS["model"])
-    if not isinstance(model, str):
+    if isinstance(model, ModelDimensions):
         return _shape(dict(model)), None
-    if model in PRESETS:
+    if isinstance(model, str) and model in PRESETS:
         return PRESETS[model], None
-    if "/" not in model and not model.endswith(".json"):
+    if isinstance(model, str) and "/" not in model and not model.endswith(".json"):
         near = difflib.get_close_matches(model.lower(), PRESETS, cutoff=0.4)
         message = f"{model} is no preset, no dimensions and no path of a config.json"
         offers = tuple({"model": name} for name in near or PRESETS)
         return stand_in, Problem("HF020", where, message, offers)
+    path = model if isinstance(model, str) else model.hf
     try:
-        return parse_hf_config((read or _read_nothing)(model)), None
+        shape, why = shape_of_config((read or _read_nothing)(path), model, ask)
     except ConfigError as error:
         code, reason = error.code, str(error)
     except UnicodeDecodeError:
         code, reason = "HF021", "not UTF-8 text"
     except OSError as error:
         code, reason = "HF021", f"cannot be read: {error.strerror or error}"
-    return stand_in, Problem(code, where, f"{model}: {reason}")
+    else:
+        spec.remember(no_family=why)
+        return shape, None
+    return stand_in, Problem(code, where, f"{path}: {reason}")
+
+
+def shape_of_config(
+    text: str, model: str | OwnClass, ask: Ask | None
+) -> tuple[ModelShape, str | None]:
+    """Return the shape of a config.json, and why the family that it names does not have it.
+
+    Args:
+        text: the file's.
+        model: its path, where a family of ours comes first.
+        ask: as of `parse_spec`.
+
+    Raises:
+        ConfigError: as `parse_hf_config` and `own_class`; HF026 transformers must be asked, and is
+            not installed here.
+    """
+    why, own = None, OwnClass(hf=model) if isinstance(model, str) else model
+    if isinstance(model, str):
+        try:
+            return parse_hf_config(text), None
+        except ConfigError as error:
+            if error.code != "HF022" or ask is None:
+                raise
+            why = str(error)
+    raw = read_config(text)
+    why = why if raw["model_type"] in FAMILIES else None
+    answer = None if ask is None else ask(text)
+    if answer is None and own.params is None:
+        raise ConfigError(
+            "HF026",
+            f"{f'{why}; ' if why else ''}of transformers' own class it must be asked, which is not "
+            "installed here with torch: pip install 'holdfast-ml[train,hf]', or state how many "
+            f"parameters it has: model: {{hf: {own.hf}, params: NUMBER}}",
+        )
+    if answer is None:
+        return unasked(raw, own.params or 0, own.attention), why
+    if answer.facts is None:
+        raise ConfigError(
+            "HF022", answer.refused or f"transformers builds no model of it: {answer.error}"
+        )
+    shape = own_class(raw, answer.facts, own.attention)
+    if own.params not in (None, shape.params):
+        raise ConfigError(
+            "HF023",
+            f"params {own.params:,}: {shape.architecture} has {shape.params:,}; leave it out",
+        )
+    return shape, why
 
 
 def _shape(given: dict[str, Any]) -> ModelShape:

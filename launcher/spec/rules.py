@@ -13,7 +13,7 @@ from itertools import count, islice, product
 from typing import Any, Final
 
 from elastic_trainer.plan.layout import AXES, ParallelLayout, micro_batches_per_rank
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, Transformers
 from elastic_trainer.plan.quantities import counted
 from launcher.spec.errors import Offer
 from launcher.spec.gpu_memory import GIB, RankBytes, Workload, fullest_rank
@@ -170,16 +170,7 @@ def tp_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
 
     One finding names all that does not divide, by the code of the first.
     """
-    shape, tp, cp = facts.shape, layout.tp, layout.cp
-    share, even = facts.seq_len // cp, facts.seq_len % _halves(cp) == 0
-    tokens = f"{share} tokens of each cp rank" if cp > 1 else f"{share} tokens of a sequence"
-    parts = [
-        ("HF102", shape.num_heads, f"{shape.num_heads} attention heads"),
-        ("HF103", shape.num_kv_heads, f"{shape.num_kv_heads} KV heads"),
-        ("HF107", shape.vocab_size, f"vocabulary of {shape.vocab_size}"),
-        ("HF108", shape.ffn_dim, f"SwiGLU width (ffn_dim) of {shape.ffn_dim}"),
-        *([("HF106", share, tokens)] if even else []),
-    ]
+    tp, parts = layout.tp, _cut_by_tp(facts, layout)
     broken = [part for part in parts if part[1] % tp]
     if not broken:
         return
@@ -195,12 +186,32 @@ def tp_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
     yield finding(codes[0], "layout.tp", f"{tp} does not divide {listed}", *needs, offers=offers)
 
 
+def _cut_by_tp(facts: JobFacts, layout: ParallelLayout) -> list[tuple[str, int, str]]:
+    """Return what tp must divide: the code of a finding, the size, and both in words."""
+    shape, cp = facts.shape, layout.cp
+    if isinstance(shape, Transformers):
+        named = {"attention heads": "HF102", "KV heads": "HF103"}
+        return [
+            (named.get(words, "HF108"), size, f"{size} of the {words}")
+            for words, size in shape.tp_sizes.items()
+        ]
+    share, even = facts.seq_len // cp, facts.seq_len % _halves(cp) == 0
+    tokens = f"{share} tokens of each cp rank" if cp > 1 else f"{share} tokens of a sequence"
+    return [
+        ("HF102", shape.num_heads, f"{shape.num_heads} attention heads"),
+        ("HF103", shape.num_kv_heads, f"{shape.num_kv_heads} KV heads"),
+        ("HF107", shape.vocab_size, f"vocabulary of {shape.vocab_size}"),
+        ("HF108", shape.ffn_dim, f"SwiGLU width (ffn_dim) of {shape.ffn_dim}"),
+        *([("HF106", share, tokens)] if even else []),
+    ]
+
+
 def _padded(
     facts: JobFacts, layout: ParallelLayout, codes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> list[Offer]:
     """Return what else may be changed so that tp divides it, where one thing is in its way."""
     key = {"HF106": "train.seq_len", "HF107": "model.vocab_size", "HF108": "model.ffn_dim"}
-    if len(codes) > 1 or codes[0] not in key:
+    if len(codes) > 1 or codes[0] not in key or isinstance(facts.shape, Transformers):
         return []
     if codes[0] == "HF106":
         return [{"train.seq_len": _near_seq_len(facts, layout)}]
@@ -358,7 +369,12 @@ def float8_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRu
     shape, tp, cp = facts.shape, layout.tp, layout.cp
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     tokens = facts.micro_batch * facts.seq_len
-    if not facts.float8 or any(n % tp for n in (heads, kv_heads, shape.ffn_dim)) or tokens % cp:
+    if (
+        isinstance(shape, Transformers)
+        or not facts.float8
+        or any(n % tp for n in (heads, kv_heads, shape.ffn_dim))
+        or tokens % cp
+    ):
         return  # other rules say so
     sizes = {
         "width (dim)": shape.dim,
@@ -379,6 +395,22 @@ def float8_divides(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRu
         )
 
 
+def own_class_takes(facts: JobFacts, layout: ParallelLayout) -> Iterator[BrokenRule]:
+    """A model of transformers' own class is split over the axes that the class allows."""
+    for axis in ("tp", "cp", "pp"):
+        yield from own_class_findings(facts.shape, f"layout.{axis}", getattr(layout, axis), 1)
+
+
+def own_class_findings(
+    shape: ModelShape, key: str, value: Any, without: Any
+) -> Iterator[BrokenRule]:
+    """Yield that transformers' own class takes `key` only as `without`."""
+    refused = shape.refused if isinstance(shape, Transformers) else {}
+    if key in refused and value != without:
+        message = f"{value} is not for {shape.architecture} of transformers: {refused[key]}"
+        yield finding("HF140", key, message, "model", use=[without])
+
+
 def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
     """Return whether `schedule` can run `rounds` micro-batches on each of `pp` stages.
 
@@ -396,6 +428,7 @@ RULES: Final[tuple[Callable[[JobFacts, ParallelLayout], Iterator[BrokenRule]], .
     batch_divides,
     pipeline_is_fed,
     float8_divides,
+    own_class_takes,
 )
 
 
@@ -535,6 +568,9 @@ def nearest_nodes(facts: JobFacts, replica: int) -> list[int]:
 
 def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[BrokenRule]:
     """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
+    if isinstance(shape, Transformers):
+        yield from own_class_findings(shape, "layout.ep", ep, 1)
+        return
     experts, ranks = shape.num_experts, dp // dp_replicate
     usable = [d for d in divisors(math.gcd(experts, ranks)) if d <= ep][:MOST_OFFERS]
     if experts % ep:

@@ -176,6 +176,25 @@ class ModelDimensions(SpecSection):
     )
 
 
+class OwnClass(SpecSection):
+    """A model of transformers' own class; docs/models.md says what works with it."""
+
+    hf: Text = Field(
+        description="A config.json, or the folder with it: transformers' own class, whether or not "
+        "a family has it."
+    )
+    attention: Text | None = Field(
+        None,
+        description="attn_implementation, as transformers names it: sdpa, eager, "
+        "flash_attention_2; null: sdpa where the class has it, else eager.",
+    )
+    params: Annotated[int, Field(ge=1, le=10**15)] | None = Field(
+        None,
+        description="Number of parameters; null: counted, for which transformers and torch must be "
+        "installed where the job is submitted from.",
+    )
+
+
 class Layout(SpecSection):
     """Degrees of the four axes; their product is the number of GPUs."""
 

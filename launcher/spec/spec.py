@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from elastic_trainer.plan import config
 from elastic_trainer.plan.command import UNKNOWN_STEPS
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import ModelShape, Plugin
+from elastic_trainer.plan.models import ModelShape, Plugin, Transformers
 from launcher.spec import sections, values
 from launcher.spec.errors import Offer, Problem
 from launcher.spec.hardware import device_memory_gib, tight_domain
@@ -24,12 +24,21 @@ if TYPE_CHECKING:
     from launcher.spec.profile import Profile
     from launcher.spec.slurm import Slurm
 
-MODEL_TAGS: Final = ("by-name", "by-dimensions")
+MODEL_TAGS: Final = ("by-name", "by-dimensions", "by-class")
 """What the `model` union adds to the path of an error."""
+
+
+def _model_tag(value: Any) -> str:
+    if isinstance(value, sections.OwnClass) or (isinstance(value, dict) and "hf" in value):
+        return MODEL_TAGS[2]
+    return MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]
+
+
 Model = Annotated[
     Annotated[values.Text, Tag(MODEL_TAGS[0])]
-    | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
-    Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]),
+    | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])]
+    | Annotated[sections.OwnClass, Tag(MODEL_TAGS[2])],
+    Discriminator(_model_tag),
 ]
 
 
@@ -38,7 +47,8 @@ class JobSpec(values.SpecSection):
 
     name: values.JobName = Field(description="Name of the job, and of its runs.")
     model: Model = Field(
-        description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
+        description="A preset, a mapping of dimensions, the path of a Hugging Face config.json, or "
+        "{hf: PATH} for transformers' own class."
     )
     layout: Annotated[sections.Layout, values.OrAuto()] = values.optional_section(
         "Parallelism; auto: the fastest layout that fits."
@@ -88,6 +98,7 @@ class JobSpec(values.SpecSection):
     _sets: tuple[str, ...] = PrivateAttr(default=())
     _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
+    _no_family: str | None = PrivateAttr(default=None)
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
     _layout_was_auto: bool = PrivateAttr(default=False)
     _profile: Profile | None = PrivateAttr(default=None)
@@ -157,9 +168,21 @@ class JobSpec(values.SpecSection):
         return self._shape
 
     @property
+    def no_family(self) -> str | None:
+        """Why transformers' own class takes a config.json, and none of our families."""
+        return self._no_family
+
+    @property
     def model_name(self) -> str:
         """The preset or path, or the plug-in; `the model` when given by its dimensions alone."""
+        if isinstance(self.model, sections.OwnClass):
+            return self.model.hf
         return self.model if isinstance(self.model, str) else self.model.plugin or "the model"
+
+    @property
+    def layers_known(self) -> bool:
+        """Whether the layers are ours, so that their memory and products can be predicted."""
+        return self.command is None and not isinstance(self.shape, Plugin | Transformers)
 
     @property
     def runs_own_code(self) -> bool:
@@ -202,7 +225,7 @@ class JobSpec(values.SpecSection):
             recompute=self.train.recompute,
             packed=self.data.packed,
             no_sync=self.train.no_sync,
-            memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
+            memory_gib=device_memory_gib(self.cluster.gpu) if self.layers_known else None,
         )
 
     @property

@@ -110,6 +110,7 @@ _NEXT = "which samples come next depends on it: some would be lost or repeated"
 KEYS: Final[Mapping[str, Key]] = {
     "name": Key(True, "it is a new run"),
     "model": Key(False, _FITS),
+    "model.attention": Key(True, "the same numbers, to rounding"),
     **{
         f"model.{each.name}": Key(True, "longer contexts; the loss may jump")
         for each in dataclasses.fields(ModelShape)
@@ -180,7 +181,7 @@ def forbidden(before: TrainConfig, now: TrainConfig) -> list[Difference]:
 def forbidden_shape(before: ModelShape, now: ModelShape) -> list[Difference]:
     """Return the dimensions of `now` for which weights of `before` cannot be used."""
     old, new = (
-        {"family": shape.family, **dataclasses.asdict(shape), "head_dim": shape.head_size}
+        {"family": shape.family, **_dimensions(shape), "head_dim": shape.head_size}
         for shape in (before, now)
     )
     keys = [name for name in {**old, **new} if old.get(name) != new.get(name)]
@@ -204,6 +205,7 @@ def rule_of(key: str) -> Key:
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
     raw = {k: v for k, v in dataclasses.asdict(config).items() if k not in _OWN_TO_A_RUN}
+    raw["model"] = _dimensions(config.model)
     flat: dict[str, Any] = {}
     for key, value in raw.items():
         if key in _SPEC_KEYS:
@@ -213,6 +215,13 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
     # 0 stands for dim / num_heads: the same number, written or not.
     flat |= {"model.head_dim": config.model.head_size, "model.family": config.model.family}
     return flat
+
+
+def _dimensions(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields that make two shapes differ."""
+    return {
+        each.name: getattr(shape, each.name) for each in dataclasses.fields(shape) if each.compare
+    }
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

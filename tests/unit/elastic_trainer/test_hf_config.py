@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_trainer.plan.hf_config import (
     _OFF,
     _USED,
-    _WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
     ConfigError,
     parse_hf_config,
 )
@@ -18,7 +18,7 @@ from elastic_trainer.plan.models import FAMILIES, PRESETS
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 32,
          "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
-KNOWN = _OFF | _USED | _WITHOUT_EFFECT
+KNOWN = _OFF | _USED | WITHOUT_EFFECT
 LLAMA_31_405B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
     "hidden_size": 16384, "intermediate_size": 53248, "max_position_embeddings": 131072,
