@@ -28,6 +28,7 @@ from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.state.adapter_state import AdapterState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.state import TrainingState
@@ -156,12 +157,19 @@ class Trainer:
 
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
-        session = self.session
+        session, base = self.session, self.config.base
         self.guard = Guard(
             self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
         )
+        if base is not None:
+            session.read_base(self.model, base)
+            state: TrainingState = AdapterState(
+                self.model, (self.optimizer,), base.manifest_sha256, self.guard.keeps
+            )
+        else:
+            state = TrainingState(self.model, (self.optimizer,), self.guard.keeps)
         restored = session.restore(
-            TrainingState(self.model, (self.optimizer,), self.guard.keeps),
+            state,
             ready=lambda: not self.feed.behind,
         )
         if restored is None:
