@@ -29,7 +29,7 @@ from elastic_trainer.parallel.tensor import HEADS
 from elastic_trainer.worker.torch_private import local_of
 
 _WHOLE = Replicate()
-_STYLES: Final[Mapping[str, tuple[type[nn.Module], Callable[[], ParallelStyle]]]] = {
+_STYLES: Final[Mapping[str, tuple[type[nn.Module], Callable[[], ParallelStyle] | None]]] = {
     "colwise": (nn.Linear, ColwiseParallel),
     "colwise_gather_output": (nn.Linear, lambda: ColwiseParallel(output_layouts=_WHOLE)),
     "colwise_rep": (nn.Linear, lambda: ColwiseParallel(output_layouts=_WHOLE)),
@@ -42,6 +42,7 @@ _STYLES: Final[Mapping[str, tuple[type[nn.Module], Callable[[], ParallelStyle]]]
         nn.Module,
         lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     ),
+    "replicate": (nn.Module, None),
 }
 """Style of transformers.distributed.tensor_parallel -> of which module, and torch's."""
 ALIKE: Final = 1e-3
@@ -57,15 +58,14 @@ def apply_plan(model: TransformersModel, mesh: DeviceMesh) -> None:
     modules = dict(model.theirs.named_modules())
     plan = _plan_of(model, modules)
     for name, style in plan.items():
-        if style == "replicate":
-            continue
-        kind, made = _STYLES.get(style, (None, ColwiseParallel))
+        kind, made = _STYLES.get(style, (None, None))
         if kind is None or not isinstance(modules.get(name), kind):
             raise ModelError(
                 "HF335",
                 f"transformers' plan cuts {name} as {style}, which is not done here: tp 1",
             )
-        parallelize_module(modules[name], mesh, made())
+        if made is not None:
+            parallelize_module(modules[name], mesh, made())
     model.tie()  # of two tables that were cut alike
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic_trainer.model.decoder import CausalModel, Decoder, build
 from elastic_trainer.model.transformers_model import TransformersModel
+from elastic_trainer.model.transformers_probe import check_documents
 from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
@@ -209,6 +210,8 @@ class Engine:
 def _model_of(config: TrainConfig) -> CausalModel:
     """Return the whole model on the meta device."""
     if isinstance(config.model, Transformers):
+        if config.data.packed:
+            check_documents(config.model)
         return TransformersModel(config.model)
     return build(config.model, config.command_dir)
 

@@ -7,6 +7,8 @@ line costs the first step of every recovery up to seconds when it is missing.
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +47,13 @@ FLOAT8 = ("torch._inductor.codegen.triton",)
 """For jobs with `train.float8`: what torchao patches as layers are converted."""
 FLOAT8_ON_CPU = ("torchao.float8", "torchao.float8._inductor_patch", "torchao.float8.float8_ops")
 """Not where there may be GPUs: importing it counts devices, as torch.utils.cpp_extension does."""
+TRANSFORMERS = (
+    "transformers.initialization",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""For jobs with a model of transformers' own class."""
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
@@ -63,6 +72,8 @@ def preload(env: Mapping[str, str]) -> None:
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         _import_if_there(name)
+    if job.get("model", {}).get("family") == "transformers":
+        _import_class(job["model"])
     if float8 and on_cpu:
         with suppress(ImportError):  # the worker says it (parallel/apply.py)
             for name in FLOAT8_ON_CPU:
@@ -70,6 +81,28 @@ def preload(env: Mapping[str, str]) -> None:
     if compiles:
         _prepare_compiler(env, on_cpu=on_cpu)
     ask_for_a_name()
+
+
+def _import_class(model: Mapping[str, str]) -> None:
+    """Import transformers' own class of a job's model, and all that building it takes.
+
+    What transformers imports asks whether there are GPUs (torchao): by NVML, which leaves CUDA's
+    driver alone.
+    """
+    before = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        for name in TRANSFORMERS:
+            importlib.import_module(name)
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+        kind = json.loads(model["config"])["model_type"]
+        _ = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    except (ImportError, KeyError):
+        pass  # the worker says it (model/transformers_model.py)
+    finally:
+        if before is None:
+            del os.environ[_BY_NVML]
 
 
 def _import_if_there(name: str) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from elastic_trainer.model.transformers_probe import SIZES, small_config
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan.config import (
     CheckpointSection,
@@ -44,20 +45,8 @@ with warnings.catch_warnings():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CPU = torch.device("cpu")
-STEPS, GLOBAL_BATCH, SEQ_LEN, VOCABULARY = 3, 4, 24, 128
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 96, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128, "sliding_window": 8, "n_inner": 96,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "state_size": 8,
-    "ffn_hidden_size": 96, "ffn_dim": 96, "decoder_layers": 2, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96, "embedding_size": 64, "rotary_dim": 8, "lru_width": 64, "d_ff": 96,
-    "d_kv": 16,
-}  # fmt: skip
-"""In place of those of a class's own default config, where it has them."""
+STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 24
+VOCABULARY = SIZES["vocab_size"]
 
 
 def tiny_shape(kind: str, **values: object) -> Transformers:
@@ -75,41 +64,32 @@ def tiny_shape(kind: str, **values: object) -> Transformers:
 
 
 def _tiny(kind: str, **values: object) -> transformers.PreTrainedConfig:
-    made = CONFIG_MAPPING[kind]
-    default = made()
-    given = {k: v for k, v in SIZES.items() if getattr(default, k, None) is not None}
-    if "qk_rope_head_dim" in given:
-        given["head_dim"] = given["qk_rope_head_dim"]
-    for key, value in vars(default).items():
-        if ("drop" in key or "jitter" in key) and isinstance(value, float):
-            given[key] = 0.0
-        elif key in ("pad_token_id", "bos_token_id", "eos_token_id") and value is not None:
-            given[key] = 1
-    return made(**{**given, **values})
+    default = vars(CONFIG_MAPPING[kind]())
+    random = ("drop", "jitter")  # is not trained here
+    off = {k: 0.0 for k, v in default.items() if isinstance(v, float) and any(map(k.count, random))}
+    return small_config(kind, {**off, **values}, num_hidden_layers=2)
 
 
-def chosen(seed: int, number: int) -> list[str]:
-    """Return `number` kinds of causal models that no family here is, and that can be made tiny."""
-    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(FAMILIES))
-    random.Random(seed).shuffle(kinds)
-    found: list[str] = []
-    while len(found) < number:
-        if _runs(kind := kinds.pop()):
-            found.append(kind)
-    return found
+def kinds(seed: int) -> Iterator[str]:
+    """Yield the kinds of causal models that no family here is, in the order of `seed`."""
+    found = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(FAMILIES))
+    random.Random(seed).shuffle(found)
+    yield from found
 
 
-def _runs(kind: str) -> bool:
-    """Return whether transformers makes a tiny one that trains."""
-    try:
-        shape = tiny_shape(kind)
-        if shape.params > 2e6:
-            return False
-        model = plain(shape)
-        model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
-    except Exception:  # noqa: BLE001  sizes that do not fit together
-        return False
-    return True
+def small_models(seed: int) -> Iterator[tuple[str, Transformers, transformers.PreTrainedModel]]:
+    """Yield those that transformers makes small ones of that train; sizes may not fit together."""
+    for kind in kinds(seed):
+        try:
+            shape = tiny_shape(kind)
+            if shape.params > 2e6:
+                continue
+            model = plain(shape)
+            model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
+        except Exception:  # noqa: BLE001
+            continue
+        model.zero_grad(set_to_none=True)
+        yield kind, shape, model
 
 
 def plain(shape: Transformers) -> transformers.PreTrainedModel:
@@ -210,6 +190,20 @@ def train_plain(model: transformers.PreTrainedModel, config: TrainConfig) -> lis
         optimizer.zero_grad()
         found.append([loss.item(), norm])
     return found
+
+
+def train_each(
+    names: list[str], layout: ParallelLayout, values: dict[str, object], options: dict[str, object]
+) -> dict[str, list[list[float]]]:
+    """Return what `train` does of small models of these kinds; a job of `run_world`.
+
+    `values` are of their configs, `options` of the job's `train`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, of slow kernels and the like
+        return {
+            name: train(config_of(tiny_shape(name, **values), layout, **options)) for name in names
+        }
 
 
 def weights_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
