@@ -189,8 +189,21 @@ def _facts(model: Any) -> Facts:
         tp_sizes=_tp_sizes(model, plan, sizes),
         stages=bool(model.pp_plan),
         no_split=tuple(sorted(model._no_split_modules or ())),  # noqa: SLF001
+        linears=_linears(model),
         recurrent=model._is_stateful or any(kind in _RECURRENT for kind in kinds),  # noqa: SLF001
     )
+
+
+def _linears(model: Any) -> dict[str, int]:
+    """Return `Facts.linears`: what peft takes for linear, Conv1D of GPT-2 too."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings():
+            name = path.rpartition(".")[2]
+            found[name] = found.get(name, 0) + sum(module.weight.shape)
+    return found
 
 
 def _tied(model: Any) -> bool:

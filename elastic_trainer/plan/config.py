@@ -44,6 +44,12 @@ class OptimizerConfig:
 class LoraSection:
     """`train.lora` of a job file; in job.json the model's shape has what it comes to."""
 
+    base: str = field(
+        metadata=says(
+            "Run with the weights that stay as they are, RUN or RUN@STEP, as `holdfast checkpoint "
+            "import` makes it; relative to the job file's folder. It must stay there."
+        )
+    )
     rank: int = field(metadata=says("Of the adapters."))
     alpha: float | None = option(
         None, "Adapters are scaled by alpha / rank, as peft's lora_alpha; null: rank."

@@ -77,7 +77,7 @@ def rungs(
         yield from (_rung(facts, num_nodes, layout, None) for num_nodes, layout in below)
         return
     tokens = facts.global_batch * facts.seq_len
-    moved = STATE_BYTES * facts.shape.num_params() / facts.num_gpus
+    moved = STATE_BYTES * facts.shape.trained_params() / facts.num_gpus
     change_s = CHANGE_S[standby] + moved / speeds[0].nic_bytes_s
     for each in _Predicted(facts, top, speeds).ladder(min_nodes, sizes, change_s):
         yield _rung(facts, each.num_nodes, each.layout, tokens / each.step_s)

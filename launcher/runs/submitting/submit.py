@@ -26,6 +26,7 @@ from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
+from launcher.runs.checkpoints.start_from import base_of
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
@@ -129,6 +130,8 @@ def prepare(
     for each in specs if look else ():
         if problems := live_problems(each, each.folder):
             raise UserError.many(problems)
+    for each in specs:
+        each.remember(base=base_of(each))
     plans = [plan(each) for each in specs]
     run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()
