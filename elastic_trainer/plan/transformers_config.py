@@ -97,11 +97,11 @@ class Facts:
     """Whether transformers says how to cut it into stages of a pipeline."""
     no_split: tuple[str, ...]
     """Classes of its blocks."""
-    linears: Mapping[str, int]
-    """Name of linear modules, without what they are in and but the head -> inputs and outputs of
-    all that have it, added up."""
     recurrent: bool
     """Whether layers carry a state from token to token, which no mask cuts between documents."""
+    linears: Mapping[str, int] = field(default_factory=dict)
+    """Name of linear modules, without what they are in and but the head -> inputs and outputs of
+    all that have it, added up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 peft = pytest.importorskip("peft", reason="needs the dev extra")
@@ -36,6 +36,7 @@ from elastic_trainer.state.adapter_state import (  # noqa: E402
 from elastic_trainer.state.errors import DamagedError  # noqa: E402
 from elastic_trainer.state.hf_convert import export_hf  # noqa: E402
 from elastic_trainer.state.manifest import Manifest  # noqa: E402
+from elastic_trainer.state.save import Writer  # noqa: E402
 from elastic_trainer.state.state import flat_names  # noqa: E402
 from elastic_trainer.state.storage import CheckpointStorage  # noqa: E402
 
@@ -172,7 +173,7 @@ def saved(tmp_path, shape, base=BASE, step=3):
             param.grad = torch.ones_like(param)
     optimizer.step()
     live = AdapterState(model, (optimizer,), base, {}).live(step, speaks=True)
-    dcp.save(flat_names(live), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    dcp.save(flat_names(live), storage_writer=Writer(tmp_path, single_file_per_rank=False), no_dist=True)
     return model, live
 
 
@@ -205,7 +206,7 @@ def test_frozen_weights_are_read_by_the_names_without_adapters(tmp_path):
     model = plain(shape)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["trainer.step"] = torch.tensor(12)
-    dcp.save(tensors, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    dcp.save(tensors, storage_writer=Writer(tmp_path, single_file_per_rank=False), no_dist=True)
     ours = made(shape)
     before = {name: ours.theirs.get_parameter(name).clone() for name in trained_names(ours)}
     assert FrozenWeights(ours).load(FileSystemReader(tmp_path)) == 12
