@@ -75,7 +75,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def initial_values(name: str, size: torch.Size, rows: range, seed: int) -> Tensor:
-    """Return rows of the initial value of an adapter's parameter: of B zero, of A as `initial_rows`.
+    """Return rows of the initial value of an adapter's parameter: B is zero, A by `initial_rows`.
 
     A's deviation is that of peft's own, which are uniform: torch's for linear modules (Kaiming with
     a = sqrt(5)), 1 / sqrt(3 inputs).

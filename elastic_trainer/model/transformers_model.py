@@ -51,6 +51,7 @@ class TransformersModel(CausalModel):
             trained here; HF336, peft cannot be imported.
     """
 
+    shape: Transformers
     has_head = True
     whole_logits: ClassVar[bool] = True
 
@@ -375,9 +376,7 @@ def _xavier(tensor: Tensor, gain: float, *_: object) -> InitialRule:
     return InitialRule(deviation=gain * math.sqrt(2 / sum(_fans(tensor))))
 
 
-def _kaiming(
-    tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object
-) -> InitialRule:
+def _kaiming(tensor: Tensor, a: float, mode: str, nonlinearity: str, *_: object) -> InitialRule:
     fan_in, fan_out = _fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)
     return InitialRule(deviation=gain / math.sqrt(fan_in if mode == "fan_in" else fan_out))

@@ -86,8 +86,9 @@ class TrainSection:
         False, "On GPUs, only algorithms that do the same bit for bit (some are slower)."
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lora: LoraSection | None = option(
-        None, "Train adapters of low rank and leave the model as it is: docs/finetuning.md."
+    lora: LoraSection | None = field(
+        default=None,
+        metadata=says("Train adapters of low rank, the model stays as it is: docs/finetuning.md."),
     )
 
 

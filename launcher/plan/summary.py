@@ -88,11 +88,9 @@ def _adapter_lines(spec: JobSpec) -> list[str]:
     if not isinstance(shape, Transformers) or shape.lora is None or wanted is None:
         return []
     lora = shape.lora
-    return [
-        f"adapters {short(lora.params)} parameters of rank {lora.rank} in "
-        f"{', '.join(lora.targets)}; the other {short(shape.params)}, of {wanted.base}, are frozen: "
-        "without gradients and moments"
-    ]
+    trained = f"{short(lora.params)} parameters of rank {lora.rank} in {', '.join(lora.targets)}"
+    frozen = f"the model's, of {wanted.base}, are frozen: without gradients and moments"
+    return [f"adapters {trained}; {frozen}"]
 
 
 def _class_lines(spec: JobSpec) -> list[str]:

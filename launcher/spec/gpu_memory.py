@@ -200,7 +200,9 @@ def rank_bytes(
     return RankBytes(
         weights=int(stack.weights * rank.held / (rank.shards if stack.zero >= 3 else 1)),
         gradients=int(fullest.gradients),
-        optimizer=int(stack.optimizer * rank.trained * rank.params / (rank.shards if stack.zero >= 1 else 1)),
+        optimizer=int(
+            stack.optimizer * rank.trained * rank.params / (rank.shards if stack.zero >= 1 else 1)
+        ),
         activations=int(fullest.activations),
         logits=int(fullest.logits),
         gathered=int(always + fullest.gathered),

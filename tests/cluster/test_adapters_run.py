@@ -126,7 +126,9 @@ def test_a_run_goes_on_beside_its_own_base_and_no_other(folder, undisturbed):
 @pytest.mark.slow
 def test_a_base_that_is_damaged_is_refused_on_the_nodes(folder):
     shutil.copytree(folder / "base", folder / "damaged")
-    data = max((folder / "damaged" / "checkpoints").rglob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = max(
+        (folder / "damaged" / "checkpoints").rglob("*.distcp"), key=lambda p: p.stat().st_size
+    )
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

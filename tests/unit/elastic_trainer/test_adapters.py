@@ -1,4 +1,4 @@
-"""Adapters of low rank: exact against peft, saved alone, beside the weights that they began with."""
+"""Adapters of low rank: exact against peft, saved alone, beside the weights they began with."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def peft_model(shape):
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets)
     )
     model = peft.get_peft_model(plain(shape), config)
-    ours = {name: param for name, param in made(shape).theirs.named_parameters()}
+    ours = dict(made(shape).theirs.named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.requires_grad:
@@ -164,6 +164,10 @@ def test_job_json_has_the_adapters():
 BASE, OTHER = "ab" * 32, "cd" * 32
 
 
+def save(tensors, path):
+    dcp.save(tensors, storage_writer=Writer(path, single_file_per_rank=False), no_dist=True)
+
+
 def saved(tmp_path, shape, base=BASE, step=3):
     """Return adapters with values, and the folder with what is saved of them."""
     model = made(shape)
@@ -173,7 +177,7 @@ def saved(tmp_path, shape, base=BASE, step=3):
             param.grad = torch.ones_like(param)
     optimizer.step()
     live = AdapterState(model, (optimizer,), base, {}).live(step, speaks=True)
-    dcp.save(flat_names(live), storage_writer=Writer(tmp_path, single_file_per_rank=False), no_dist=True)
+    save(flat_names(live), tmp_path)
     return model, live
 
 
@@ -206,7 +210,7 @@ def test_frozen_weights_are_read_by_the_names_without_adapters(tmp_path):
     model = plain(shape)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["trainer.step"] = torch.tensor(12)
-    dcp.save(tensors, storage_writer=Writer(tmp_path, single_file_per_rank=False), no_dist=True)
+    save(tensors, tmp_path)
     ours = made(shape)
     before = {name: ours.theirs.get_parameter(name).clone() for name in trained_names(ours)}
     assert FrozenWeights(ours).load(FileSystemReader(tmp_path)) == 12

@@ -100,7 +100,7 @@ def test_snapshots_and_saves_are_of_the_adapters(lora_spec, own_spec):  # noqa: 
     assert small.worker_bytes * 10 < large.worker_bytes
 
 
-# -- the base, and runs that go on ------------------------------------------------------------------
+# -- the base, and runs that go on ------------------------------------------------------------
 
 
 def config_of(spec, base_sha="ab" * 32):
