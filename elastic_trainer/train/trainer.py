@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer.data import Crew, open_corpus
+from elastic_trainer.model.decoder import ModelError
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, Transformers
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.adapter_state import AdapterState
 from elastic_trainer.state.manager import CheckpointManager
@@ -166,6 +167,8 @@ class Trainer:
             state: TrainingState = AdapterState(
                 self.model, (self.optimizer,), base.manifest_sha256, self.guard.keeps
             )
+        elif isinstance(self.config.model, Transformers) and self.config.model.lora is not None:
+            raise ModelError("HF335", "job.json names no base beside which adapters are trained")
         else:
             state = TrainingState(self.model, (self.optimizer,), self.guard.keeps)
         restored = session.restore(

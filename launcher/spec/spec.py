@@ -314,6 +314,7 @@ def all_sections() -> dict[str, type[BaseModel]]:
         "cluster": sections.Cluster,
         "train": sections.Train,
         "train.optimizer": sections.Optimizer,
+        "train.lora": sections.Adapters,
         "data": sections.Data,
         "validation": sections.Validation,
         "checkpoint": sections.Checkpoint,

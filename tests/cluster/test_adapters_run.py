@@ -18,7 +18,7 @@ from launcher.runs.checkpoints.commits import RunCheckpoints  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers'
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
 ]
 ROOT = Path(__file__).parents[2]
 JOB = """\
@@ -43,7 +43,7 @@ elastic: {min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s
 def holdfast(*words, code=0):
     done = subprocess.run(
         [sys.executable, "-m", "launcher.cli.main", *map(str, words)],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
