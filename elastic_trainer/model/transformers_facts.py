@@ -8,9 +8,11 @@ no code but transformers' own.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -114,7 +116,7 @@ def _refused(raw: Mapping[str, Any], whole: Any, config: Any, cls: Any) -> str |
     if config is not whole:
         parts += [(raw.get("text_config") or {}, config)]
     found = (
-        refusal(written, _complete(part), _known(part, written), type(part).__name__)
+        refusal(written, _complete(part), _known(part, written, cls), type(part).__name__)
         for written, part in parts
     )
     return next(filter(None, found), None)
@@ -141,21 +143,22 @@ def _complete(config: Any) -> dict[str, Any]:
     return found
 
 
-def _known(config: Any, raw: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of `raw` that the config's class knows.
+def _known(config: Any, raw: Mapping[str, Any], model: type[nn.Module]) -> frozenset[str]:
+    """Return the keys of `raw` that the config's class, or the code of the model's, knows.
 
-    It declares them, computes them itself, or takes them away as it reads them; of any other key
-    transformers makes an attribute that nothing reads.
+    The config declares them, computes them itself, or takes them away as it reads them, or else the
+    model's module reads them; of any other key transformers makes an attribute that nothing reads.
     """
-    cls = type(config)
-    declared = {each.name for each in dataclasses.fields(cls)} | {"model_type"}
-    declared |= {*cls.attribute_map, *cls.attribute_map.values(), *cls.sub_configs}
-    taken = {key for key in raw if key not in vars(config)}
-    try:
-        bare = cls(**{key: raw[key] for key in raw if key in declared - {"model_type"}})
-    except Exception:  # noqa: BLE001  it needs the others
-        return frozenset(declared | taken)
-    return frozenset(declared | taken | {*dir(bare)})
+    kind = type(config)
+    declared = {each.name for each in dataclasses.fields(kind)} | {"model_type"}
+    declared |= {*kind.attribute_map, *kind.attribute_map.values(), *kind.sub_configs}
+    found = {key for key in raw if key not in vars(config)}
+    code = inspect.getsource(sys.modules[model.__module__])
+    found |= {key for key in raw if re.search(rf"config(\.|, \"){re.escape(key)}\b", code)}
+    with suppress(Exception):  # it needs the others
+        bare = kind(**{key: raw[key] for key in raw if key in declared - {"model_type"}})
+        found |= {*dir(bare)}
+    return frozenset(declared | found)
 
 
 def _unrotated(model: Any) -> str | None:
@@ -187,8 +190,6 @@ def _facts(model: Any) -> Facts:
         attentions=_attentions(model),
         tp_plan=plan or None,
         tp_sizes=_tp_sizes(model, plan, sizes),
-        stages=bool(model.pp_plan),
-        no_split=tuple(sorted(model._no_split_modules or ())),  # noqa: SLF001
         linears=_linears(model),
         recurrent=model._is_stateful or any(kind in _RECURRENT for kind in kinds),  # noqa: SLF001
     )

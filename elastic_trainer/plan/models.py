@@ -448,8 +448,8 @@ class Transformers(ModelShape):
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
-        """The class that the config names."""
-        return str(json.loads(self.config)["architectures"][0])
+        """The class that the config names; empty: it names none."""
+        return str((json.loads(self.config).get("architectures") or [""])[0])
 
     @property
     def decoder(self) -> str:

@@ -39,7 +39,7 @@ DIMENSIONS: Final = {
 }  # fmt: skip
 """Dimension -> keys of config.json, the usual one first."""
 _SWITCHES: Final = {
-    "auto_map": "code of the model's own is not run",
+    "auto_map": "code of the model's own is not run; delete it if transformers' own class is meant",
     "quantization_config": "quantised weights are not trained",
     "is_encoder_decoder": "encoders are not trained",
     "add_cross_attention": "encoders are not trained",
@@ -56,12 +56,24 @@ _WINDOWS: Final = {
 }
 """Type of a layer -> key without which its mask cannot be made."""
 _NOT_CAUSAL: Final = {"causal": False, "is_causal": False, "attn_type": "bi"}
+"""Key -> value of a config whose positions see those after them."""
 MOST_LAYERS: Final = 10_000
 """As of a job file's dimensions: transformers makes each of them to count."""
-_BESIDE: Final = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
-"""Layers that predict several tokens: they are beside the model, and in no class here."""
-
-
+# fmt: off
+_BESIDE: Final = frozenset((
+    # Layers that predict several tokens: beside the model, and in no class here.
+    "num_nextn_predict_layers", "num_mtp_layers",
+    # Lengths that nothing is made of, and of which layers a window would be.
+    "n_ctx", "seq_length", "model_max_length", "max_window_layers",
+    # How other code computes the same.
+    "ep_size", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32",
+    "pad_vocab_size_multiple",
+))
+# fmt: on
+_LISTED: Final = 6
+"""Strange keys that a message names."""
+_FASTER: Final = re.compile("^fused_|_fusion$|flash_att")
+"""In keys of other code: the same numbers by other kernels."""
 _NEVER: Final = {
     "layout.cp": "attention of transformers' classes sees one rank's tokens only",
     "layout.pp": "classes of transformers are not cut into stages",
@@ -93,10 +105,6 @@ class Facts:
     """Module or parameter, with * for numbers -> style of tensor parallelism; None: it has none."""
     tp_sizes: Mapping[str, int]
     """What tp must divide: words for a size -> it."""
-    stages: bool
-    """Whether transformers says how to cut it into stages of a pipeline."""
-    no_split: tuple[str, ...]
-    """Classes of its blocks."""
     recurrent: bool
     """Whether layers carry a state from token to token, which no mask cuts between documents."""
     linears: Mapping[str, int] = field(default_factory=dict)
@@ -109,9 +117,9 @@ class Answer:
     """Of transformers, about one config.json: one of the three."""
 
     facts: Facts | None = None
-    refused: str | None = field(default=None)
+    refused: str | None = None
     """What is not trained here, with key or class."""
-    error: str | None = field(default=None)
+    error: str | None = None
     """Why transformers builds no model of it."""
 
     @classmethod
@@ -168,13 +176,16 @@ def refusal(
         if kind in (complete.get("layer_types") or ()) and complete.get(key) is None:
             return f"layer_types has {kind}, and {key} is null"
     harmless = known | WITHOUT_EFFECT | _BESIDE
-    for key, value in raw.items():
-        if value is not None and key not in harmless and not key.endswith("_token_id"):
-            return (
-                f"{key} {value!r:.40} is not known of {name}, and may change what other code "
-                "trains; delete it if it does not"
-            )
-    return None
+    strange = [
+        f"{key} {value!r:.40}"
+        for key, value in raw.items()
+        # What is off no code does, whether or not it knows the switch.
+        if value and key not in harmless and not (_FASTER.search(key) or key.endswith("_token_id"))
+    ]
+    if not strange:
+        return None
+    listed = ", ".join(strange[:_LISTED]) + (" and more" if len(strange) > _LISTED else "")
+    return f"{listed}: not known of {name}; delete what changes nothing that is trained"
 
 
 def _switched_on(raw: Mapping[str, Any], complete: Mapping[str, Any]) -> str | None:
@@ -185,7 +196,7 @@ def _switched_on(raw: Mapping[str, Any], complete: Mapping[str, Any]) -> str | N
         if complete.get(key) == value:
             return f"{key} {value!r}: positions would see what comes after them"
     for key, value in complete.items():
-        if _RANDOM.search(key) and value and isinstance(value, int | float):
+        if _RANDOM.search(key) and value and type(value) in (int, float):
             return f"{key} {value!r:.40}: nothing random is trained; set it to 0"
     return None
 
@@ -277,11 +288,11 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
         raise ConfigError("HF022", reason)
     text = raw.get("text_config")
     inner = text if isinstance(text, Mapping) else raw
-    sizes = dimensions(inner)
+    named = raw.get("architectures")
     return _shape(
         raw,
-        sizes,
-        architecture=str((raw.get("architectures") or [""])[0]),
+        dimensions(inner),
+        architecture=named[0] if isinstance(named, list) and named else None,
         params=params,
         active=params,
         tie_embeddings=inner.get("tie_word_embeddings") is not False,
@@ -295,7 +306,7 @@ def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -
 
 
 def _shape(
-    raw: Mapping[str, Any], sizes: Mapping[str, int], *, architecture: str, **others: Any
+    raw: Mapping[str, Any], sizes: Mapping[str, int], *, architecture: str | None, **others: Any
 ) -> Transformers:
     """Return the shape with what `sizes` lacks filled in, as most models have it.
 
@@ -306,7 +317,7 @@ def _shape(
         if needed not in sizes:
             raise ConfigError("HF021", f"says no {DIMENSIONS[needed][0]}, under none of its names")
     dim, heads = sizes["dim"], sizes.get("num_heads", 1)
-    named = {**raw, "architectures": [architecture]}
+    named = {**raw, "architectures": [architecture]} if architecture else raw
     return Transformers(
         config=json.dumps(named, sort_keys=True, separators=(",", ":")),
         num_layers=sizes["num_layers"],

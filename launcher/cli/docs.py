@@ -25,11 +25,12 @@ from launcher.doctor.runbook import index, page, titles
 from launcher.runs.checkpoints.start_from import table
 from launcher.spec.codes import CODES, WARNINGS
 from launcher.spec.kubernetes import Toleration, Volume
-from launcher.spec.sections import SecretRef
+from launcher.spec.sections import OwnClass, SecretRef
 from launcher.spec.spec import all_sections, keys_of
 
 DOCUMENTED: Final[dict[str, type[BaseModel]]] = {
     **all_sections(),
+    "model: {hf: PATH}": OwnClass,
     "env.secrets.NAME": SecretRef,
     "kubernetes.volumes.NAME": Volume,
     "kubernetes.tolerations[]": Toleration,

@@ -94,16 +94,15 @@ def _adapter_lines(spec: JobSpec) -> list[str]:
 
 
 def _class_lines(spec: JobSpec) -> list[str]:
-    """Return which class of transformers trains the model, why, and what does not work with it."""
+    """Return which class of transformers trains the model, and what does not work with it."""
     shape = spec.shape
     if not isinstance(shape, Transformers):
         return []
-    why = f" ({spec.no_family})" if spec.no_family else ""
     refused = dict(shape.refused)
     tp = refused.pop("layout.tp", None)
     without = [key.partition(".")[2] for key in refused if key not in ("data.format", "train.lora")]
     without += [f"tp ({tp})"] if tp else []
-    name = f"transformers' {shape.architecture}, attention {shape.attention}{why}"
+    name = f"transformers' {shape.architecture}, attention {shape.attention}"
     return [f"class    {name}; not with it: {', '.join(without)}"]
 
 

@@ -407,7 +407,11 @@ def _model(spec: JobSpec) -> Iterator[BrokenRule]:
 
 
 def _own_class(spec: JobSpec) -> Iterator[BrokenRule]:
-    """Yield what is on that transformers' own class does not take, beside its layout."""
+    """Yield that no family has the model, and what is on that transformers' own class lacks."""
+    if isinstance(spec.model, str):
+        why = spec.no_family or "no family has it"
+        message = f"{why}: transformers' own {spec.shape.architecture} trains it (docs/models.md)"
+        yield finding("HF198", "model", message, offers=[{"model": {"hf": spec.model}}])
     train, packed = spec.train, spec.data.packed
     yield from own_class_findings(spec.shape, "train.float8", train.float8, without=False)
     yield from own_class_findings(spec.shape, "train.compile", train.compile, without=False)

@@ -192,6 +192,10 @@ _TABLE: Final = {
         "Far fewer spares than pay for themselves on Slurm.",
         "Raise cluster.spares; see `holdfast simulate`.",
     ),
+    "HF198": (
+        "No family here has the model of a config.json: transformers' own class trains it.",
+        "Say that it is meant: model: {hf: PATH}.",
+    ),
     "HF187": ("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": (

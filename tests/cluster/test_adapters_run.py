@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import LOSS_REL, TEXT, events, losses
+from torch.distributed.checkpoint import FileSystemReader
 
 peft = pytest.importorskip("peft", reason="needs the dev extra")
 transformers = pytest.importorskip("transformers", reason="needs the dev extra")
@@ -66,7 +68,7 @@ def folder(tmp_path_factory):
 def run(folder, name, *words, code=0):
     options = ["--run-dir", folder / name, "--json", "--quiet"]
     out, said = holdfast("run", folder / "job.yaml", *options, *words, code=code)
-    return json.loads(out) if code == 0 else said
+    return json.loads(out) if code == 0 else out + said
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +100,15 @@ def test_a_killed_worker_changes_nothing(folder, undisturbed, kept, restored, at
 
 def test_only_adapters_are_saved_and_peft_loads_them(folder, undisturbed):
     found = RunCheckpoints.of(folder / "alone")
-    lora = found.manifest(found.commits[-1]).model.lora
-    base = RunCheckpoints.of(folder / "base")
-    whole = base.size_bytes(base.commits[-1])
-    assert found.size_bytes(found.commits[-1]) < 12 * lora.params + 60_000 < whole
+    newest = found.commits[-1]
+    lora = found.manifest(newest).model.lora
+    metadata = FileSystemReader(found.storage.root / newest.dir).read_metadata()
+    sizes = {name: math.prod(e.size) for name, e in metadata.state_dict_metadata.items()}
+    saved = {name: size for name, size in sizes.items() if name.startswith("model.")}
+    assert all(".lora_" in name for name in saved)
+    assert sum(saved.values()) == lora.params
+    moments = [size for name, size in sizes.items() if name.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert sum(moments) == 2 * lora.params
     holdfast("checkpoint", "export", folder / "alone", "-o", folder / "adapter")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "weights")
     loaded = peft.PeftModel.from_pretrained(model, folder / "adapter")

@@ -35,8 +35,6 @@ FACTS = Facts(
     attentions=("eager", "sdpa"),
     tp_plan={"layers.*.q": "colwise"},
     tp_sizes={"attention heads": 8},
-    stages=True,
-    no_split=("GPTNeoXLayer",),
     recurrent=False,
 )
 
@@ -134,6 +132,7 @@ def test_what_is_of_classifiers_is_in_no_class_here(key):
 def test_a_key_that_the_config_class_does_not_know_is_refused_unless_it_has_no_effect():
     known = frozenset({"hidden_size"})
     raw = {"hidden_size": 4, "torch_dtype": "float32", "image_token_id": 3, "of_other_code": None}
+    raw |= {"off": False, "fused_norm": True, "n_ctx": 1024}
     assert refusal(raw, {}, known) is None
     assert "scale_emb" in (refusal({**raw, "scale_emb": 12}, {}, known, "XConfig") or "")
 

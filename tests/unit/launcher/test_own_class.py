@@ -35,8 +35,6 @@ FACTS = Facts(
     attentions=("eager", "sdpa"),
     tp_plan={"layers.*.attention.query_key_value": "colwise"},
     tp_sizes={"attention heads": 64, "width of layers.*.mlp": 24576},
-    stages=True,
-    no_split=("GPTNeoXLayer",),
     recurrent=False,
 )
 OWN = "model={hf: neox}"
@@ -169,7 +167,9 @@ def test_a_path_is_a_familys_where_one_has_it_exactly(own_spec):
     assert isinstance(own.shape, Transformers)
     spec = own_spec("model=a/config.json", config={**LLAMA, "attention_bias": True})
     assert isinstance(spec.shape, Transformers)
-    assert "attention_bias" in (spec.no_family or "")
+    assert has_parts(map(str, spec.warnings), "HF198 model: attention_bias ... llama")
+    assert spec.warnings[0].offers == ({"model": {"hf": "a/config.json"}},)
+    assert not own.warnings
 
 
 def test_a_familys_file_that_is_wrong_is_not_asked_about(own_mistakes):
