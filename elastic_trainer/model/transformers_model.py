@@ -6,13 +6,14 @@ transformers is imported where a model is built, not with this module: other job
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 from unittest import mock
 
@@ -139,7 +140,7 @@ class TransformersModel(CausalModel):
         if rule.whole is not None:
             return rule.whole[rows.start : rows.stop]
         drawn = initial_rows(name, size, rows, seed, mean=rule.mean, deviation=rule.deviation)
-        if rule.zero_row in rows:
+        if rule.zero_row is not None and rule.zero_row in rows:
             drawn[rule.zero_row - rows.start] = 0.0
         return drawn
 
@@ -151,19 +152,21 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     """Return the class's instance, and by name how its parameters begin."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker asks the network for nothing
     try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, initialization
+        from transformers import AutoConfig, AutoModelForCausalLM, initialization
     except ImportError as error:
         raise ModelError(
             "HF334",
             f"transformers cannot be imported on this node ({error}): pip install "
-            "'holdfast-ml[transformers]'",
+            "'holdfast-ml[hf]'",
         ) from error
     # transformers' own default is sdpa too, but not of classes that have none.
     attention = None if shape.attention == "sdpa" else shape.attention
     notes = _Notes()
     try:
-        raw = json.loads(shape.config)
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        # Only from a file is it read as the published ones are meant.
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(shape.config, encoding="utf-8")
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with notes.taken(initialization), _large_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config,

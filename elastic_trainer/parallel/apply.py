@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from elastic_trainer.model.decoder import CausalAttention, CausalModel, ModelError
+from elastic_trainer.model.decoder import CausalAttention, CausalModel, Decoder, ModelError
 from elastic_trainer.model.mixture import Experts
 from elastic_trainer.model.transformers_model import TransformersModel
 from elastic_trainer.parallel.context import GatheredAttention
@@ -72,10 +72,7 @@ def parallelize(
         for block in stage.blocks().values():
             _split_experts(block, meshes.ep)
     if meshes.tp is not None:
-        if isinstance(stage, TransformersModel):
-            apply_plan(stage, meshes.tp)
-        else:
-            apply_tensor_parallel(stage, meshes.tp)
+        _cut(stage, meshes.tp)
     for name, block in stage.blocks().items():
         if meshes.cp is not None:
             _gather_keys(block, meshes.cp)
@@ -86,6 +83,15 @@ def parallelize(
         if compile_blocks:
             block.compile(fullgraph=True)
     _shard(stage, meshes, precision)
+
+
+def _cut(stage: CausalModel, mesh: DeviceMesh) -> None:
+    """Cut what is multiplied over tp."""
+    if isinstance(stage, TransformersModel):
+        apply_plan(stage, mesh)
+    else:
+        assert isinstance(stage, Decoder)
+        apply_tensor_parallel(stage, mesh)
 
 
 def use_float8(block: nn.Module, *, emulated: bool) -> None:

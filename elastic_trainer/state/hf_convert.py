@@ -494,16 +494,15 @@ def _size(size: tuple[int, ...] | None) -> str:
     return "absent" if size is None else str(list(size))
 
 
-def _first_state(source: HFSource | TransformersSource) -> dict[str, LazyTensor]:
+def _first_state(source: HFSource) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint of step 0, by the names of state.py."""
-    transformers = isinstance(source, TransformersSource)
     tensors = {
-        f"{MODEL}.{name}": LazyTensor(
-            size, source.dtypes[name] if transformers else torch.float32, partial(source.read, name)
-        )
+        f"{MODEL}.{name}": LazyTensor(size, source.dtypes[name], partial(source.read, name))
         for name, size in source.sizes.items()
     }
-    if source.shape.tie_embeddings and not transformers:  # as the trainer's own checkpoints have it
+    if (
+        source.shape.tie_embeddings and hf_names.EMBEDDING in source.sizes
+    ):  # as the trainer's own checkpoints have it
         tensors[f"{MODEL}.{hf_names.HEAD}"] = tensors[f"{MODEL}.{hf_names.EMBEDDING}"]
     rng = torch.Generator().manual_seed(0).get_state()
     tensors[f"{TRAINER}.{STEP}"] = LazyTensor((), torch.int64, lambda *_: torch.tensor(0))

@@ -101,7 +101,7 @@ class HFSource:
     """A model in Hugging Face's format, checked but for the values.
 
     `sizes` has our parameters by name, in the order of the layers, without the head where it is
-    tied.
+    tied; `dtypes` what they are read as.
 
     Raises:
         InputError: HF021, HF022, HF023, the config; HF323, files are missing or cannot be read;
@@ -114,6 +114,7 @@ class HFSource:
         self.shape = self._read_config()
         model = build(self.shape)
         self.sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self.dtypes = dict.fromkeys(self.sizes, torch.float32)
         self._theirs = {name: to_hf(name, model.hf_names) for name in (*self.sizes, HEAD)}
         self._file_of: dict[str, Path] = {}
         """By Hugging Face's tensor name."""

@@ -40,7 +40,8 @@ class Conversion:
     def __init__(
         self, model: Any, given: Mapping[str, Tensor], load: Load, *, saving: bool
     ) -> None:
-        from transformers import conversion_mapping, core_model_loading as loading
+        from transformers import conversion_mapping
+        from transformers import core_model_loading as loading
 
         self._model, self._load, self._loading, self._saving = model, load, loading, saving
         transforms = conversion_mapping.get_model_conversion_mapping(model, add_legacy=not saving)
@@ -125,7 +126,7 @@ class TransformersSource(HFSource):
     """
 
     def __init__(self, directory: Path, shape: Transformers) -> None:
-        self._dir, self.shape = directory, shape  # type: ignore[assignment]
+        self._dir, self.shape = directory, shape
         self._file_of: dict[str, Path] = {}
         found = self._read_headers().state_dict_metadata
         model = TransformersModel(shape).theirs

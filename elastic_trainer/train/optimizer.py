@@ -99,9 +99,7 @@ def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
 
 
 def _num_copies(grad: Tensor, tp: int) -> int:
-    """Return how many ranks hold the same part of `grad`: those of its mesh, and all `tp` ranks of
-    what is not cut over tp.
-    """
+    """Return how many ranks hold the same part of `grad`; all `tp` of what is not cut over tp."""
     if not isinstance(grad, DTensor):
         return tp
     sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)

@@ -1,4 +1,4 @@
-"""transformers' own classes in the engine, on one process: what they compute, and how they begin."""
+"""transformers' own classes in the engine of one process: what they compute, how they begin."""
 
 from __future__ import annotations
 

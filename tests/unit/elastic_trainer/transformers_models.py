@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -80,22 +81,23 @@ def kinds(seed: int) -> Iterator[str]:
 
 def small_models(seed: int) -> Iterator[tuple[str, Transformers, transformers.PreTrainedModel]]:
     """Yield those that transformers makes small ones of that train; sizes may not fit together."""
+    found = []
     for kind in kinds(seed):
-        try:
+        with suppress(Exception):
             shape = tiny_shape(kind)
-            if shape.params > 2e6:
-                continue
-            model = plain(shape)
-            model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
-        except Exception:  # noqa: BLE001
-            continue
-        model.zero_grad(set_to_none=True)
-        yield kind, shape, model
+            if shape.params < 2e6:
+                model = plain(shape)
+                model(input_ids=tokens(1)[:, :-1], use_cache=False).logits.sum().backward()
+                model.zero_grad(set_to_none=True)
+                found.append((kind, shape, model))
+        yield from found
+        found.clear()
 
 
 def plain(shape: Transformers) -> transformers.PreTrainedModel:
     """Return transformers' model as transformers makes it, in fp32."""
-    config = transformers.AutoConfig.for_model(**json.loads(shape.config))
+    raw = json.loads(shape.config)
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -115,7 +117,7 @@ def config_of(shape: Transformers, layout: ParallelLayout, **train: object) -> T
         ladder=Ladder((Rung(num_nodes=layout.world_size, layout=layout, micro_batches=rounds),)),
         train=TrainSection(
             seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH, steps=STEPS, seed=7,
-            optimizer=OptimizerConfig(lr=3e-3, warmup_steps=1, clip_norm=0.5), **given,
+            optimizer=OptimizerConfig(lr=3e-4, warmup_steps=1, clip_norm=0.5), **given,
         ),
         data=DataSection(path="/nowhere"), checkpoint=CheckpointSection(dir="/nowhere"),
         elastic=ElasticSection(start_ceiling_s=40.0),
