@@ -102,9 +102,7 @@ def farthest(ours, theirs):
 def test_dp_agrees_with_one_process(tmp_path, bases):
     one = curves(tmp_path, bases, ONE)
     assert all(steps[0] != steps[-1] for steps in one.values())
-    apart = farthest(curves(tmp_path, bases, ParallelLayout(dp=2)), one)
-    print(f"dp2: {apart:.2e}")
-    assert apart < BOUND
+    assert farthest(curves(tmp_path, bases, ParallelLayout(dp=2)), one) < BOUND
 
 
 @pytest.mark.slow
