@@ -116,6 +116,7 @@ def test_only_adapters_are_saved_and_peft_loads_them(folder, undisturbed):
     assert any(param.any() for name, param in loaded.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_beside_its_own_base_and_no_other(folder, undisturbed):
     said = run(folder, "other", "--from", folder / "base", code=2)
     assert "HF633" in said  # the weights have no adapters
