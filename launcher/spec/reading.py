@@ -545,10 +545,10 @@ def _unknown(path: KeyPath, sections: Sections) -> str:
         for key in keys
         if key == last and name != section
     ]
-    if near:
-        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
     if elsewhere:
         return f"unknown key here; did you mean {elsewhere[0]}?"
+    if near:
+        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
     if not known:
         return "unknown key"
     return f"unknown key; {section or 'a job file'} has {', '.join(known)}"
