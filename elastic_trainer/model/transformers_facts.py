@@ -192,8 +192,21 @@ def _facts(model: Any) -> Facts:
         attentions=_attentions(model),
         tp_plan=plan or None,
         tp_sizes=_tp_sizes(model, plan, sizes),
+        linears=_linears(model),
         recurrent=model._is_stateful or any(kind in _RECURRENT for kind in kinds),  # noqa: SLF001
     )
+
+
+def _linears(model: Any) -> dict[str, int]:
+    """Return `Facts.linears`: what peft takes for linear, Conv1D of GPT-2 too."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings():
+            name = path.rpartition(".")[2]
+            found[name] = found.get(name, 0) + sum(module.weight.shape)
+    return found
 
 
 def _tied(model: Any) -> bool:

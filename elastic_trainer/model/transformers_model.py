@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from elastic_trainer.model.adapters import add_adapters, initial_values
 from elastic_trainer.model.decoder import CausalModel, ModelError, initial_rows
 from elastic_trainer.plan.models import Transformers
 
@@ -44,11 +45,14 @@ class InitialRule:
 class TransformersModel(CausalModel):
     """transformers' class of `shape.config`: parameters on the meta device, buffers on the CPU.
 
+    With `shape.lora` all of it is frozen but adapters, which are beside.
+
     Raises:
         ModelError: HF334, transformers cannot be imported; HF335, the class cannot be built, or not
-            trained here.
+            trained here; HF336, peft cannot be imported.
     """
 
+    shape: Transformers
     has_head = True
     whole_logits: ClassVar[bool] = True
 
@@ -56,6 +60,8 @@ class TransformersModel(CausalModel):
         super().__init__()
         self.shape = shape
         self._theirs, self._rules = _made(shape)  # checkpoints leave its name out
+        if shape.lora is not None:
+            add_adapters(self._theirs, shape.lora)
         self._takes = inspect.signature(self._theirs.forward).parameters
         owners = _owners(self)
         self._blocks = _names_of_blocks(self)
@@ -116,11 +122,14 @@ class TransformersModel(CausalModel):
         """Return rows of the initial value of parameter `name`, drawn as the class says.
 
         Normal values with the mean and deviation of the class's own, of (seed, name, row) alone;
-        what it computes, as the decays of a state space, is as it computes it.
+        what it computes, as the decays of a state space, is as it computes it. With adapters `name`
+        is of theirs: what is frozen has no initial values.
 
         Raises:
             ModelError: HF335, the class says nothing of it.
         """
+        if self.shape.lora is not None:
+            return initial_values(name, size, rows, seed)
         rule = self._rules.get(name)
         if rule is None:
             raise ModelError(

@@ -25,6 +25,7 @@ from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 from elastic_trainer.parallel.transformers_plan import apply_plan
+from elastic_trainer.plan.models import Transformers
 from elastic_trainer.state.state import clean_name
 from elastic_trainer.worker.torch_private import (
     all_to_all_single_autograd,
@@ -269,10 +270,14 @@ def _keep_some(
 def initialise(model: CausalModel, seed: int) -> None:
     """Give a sharded model its initial values; the same ones in every layout.
 
-    Each rank makes only the rows it keeps (`initial_rows`), and of those all columns.
+    Each rank makes only the rows it keeps (`initial_rows`), and of those all columns. Beside
+    adapters what is frozen stays as it is.
     """
+    adapted = isinstance(model.shape, Transformers) and model.shape.lora is not None
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if adapted and not param.requires_grad:
+                continue
             local = param.to_local() if isinstance(param, DTensor) else param
             part = slice_of(param)
             rows = range(part[0].start, part[0].stop)

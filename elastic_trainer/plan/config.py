@@ -41,6 +41,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """`train.lora` of a job file; in job.json the model's shape has what it comes to."""
+
+    base: str = field(
+        metadata=says(
+            "Run with the weights that stay as they are, RUN or RUN@STEP, as `holdfast checkpoint "
+            "import` makes it; relative to the job file's folder. It must stay there."
+        )
+    )
+    rank: int = field(metadata=says("Of the adapters."))
+    alpha: float | None = option(
+        None, "Adapters are scaled by alpha / rank, as peft's lora_alpha; null: rank."
+    )
+    dropout: float = option(0.0, "0 alone: nothing random is trained.")
+    targets: tuple[str, ...] | None = option(
+        None,
+        "Names of the linear modules with an adapter, as transformers has them: [q_proj, v_proj]; "
+        "null: all but the head.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """What one run trains. `global_batch` and `micro_batch` count sequences."""
 
@@ -64,6 +86,10 @@ class TrainSection:
         False, "On GPUs, only algorithms that do the same bit for bit (some are slower)."
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraSection | None = field(
+        default=None,
+        metadata=says("Train adapters of low rank, the model stays as it is: docs/finetuning.md."),
+    )
 
 
 RECORD_FORMATS: Final = ("jsonl", "parquet", "arrow")
@@ -362,6 +388,8 @@ class TrainConfig:
     """None: not validated."""
     start_from: StartFrom | None = None
     """None: from initial values."""
+    base: StartFrom | None = None
+    """The weights that a LoRA job's adapters are beside; None: it is no such job."""
     command: tuple[str, ...] | None = None
     """What workers run, with placeholders (command.py); None: the built-in trainer."""
     command_dir: str | None = None

@@ -191,6 +191,13 @@ class ModelShape:
         """Return the number of parameters that one token meets: all, unless there are experts."""
         return self.num_params()
 
+    def trained_params(self) -> int:
+        """Return the number of parameters that the optimizer changes: all, unless some are frozen.
+
+        They alone have gradients and moments, and are in checkpoints.
+        """
+        return self.num_params()
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return training FLOPs per token: 6 N + 12 L H E k, where a query sees k keys on average.
 
@@ -605,6 +612,21 @@ class Plugin(ModelShape):
         return self.params or super().num_params()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Adapters of low rank (LoRA, arXiv 2106.09685): all that is trained of a model.
+
+    A linear module W of `targets` computes W x + alpha / rank B A x; W stays as it is.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Names of linear modules, without what they are in."""
+    params: int
+    """Of all adapters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transformers(ModelShape):
     """A causal model of transformers' own class, which the nodes build from its config.json.
@@ -623,10 +645,14 @@ class Transformers(ModelShape):
     """Parameters that one token meets."""
     attention: str = "sdpa"
     """attn_implementation, as transformers names it."""
+    lora: Lora | None = None
+    """None: all parameters are trained."""
     tp_sizes: Mapping[str, int] = field(default_factory=dict, hash=False, compare=False)
     """What tp must divide: words for a size -> it. For the launcher, as what follows."""
     refused: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     """Key of the job file -> why it cannot be used with this class."""
+    linears: Mapping[str, int] = field(default_factory=dict, hash=False, compare=False)
+    """Name of linear modules -> inputs and outputs of all that have it, added up."""
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
@@ -639,12 +665,25 @@ class Transformers(ModelShape):
         return "elastic_trainer.model.transformers_model:TransformersModel"
 
     def num_params(self) -> int:
-        """Return the exact number, as counted of the class."""
+        """Return the exact number, as counted of the class; adapters are besides."""
         return self.params
+
+    def trained_params(self) -> int:
+        """Return the number of parameters of the adapters, or all."""
+        return self.params if self.lora is None else self.lora.params
 
     def active_params(self) -> int:
         """Return the number of parameters that one token meets."""
         return self.active
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return training FLOPs per token; with adapters without the gradients of what is frozen.
+
+        Those are 2 N of the 6 N. What adapters multiply themselves is left out.
+        """
+        look_up = 0 if self.tie_embeddings else self.vocab_size * self.dim
+        unused = 0.0 if self.lora is None else 2.0 * (self.active - look_up)
+        return super().flops_per_token(seq_len) - unused
 
 
 FAMILIES: Final[Mapping[str, type[ModelShape]]] = {
@@ -822,6 +861,7 @@ _LATER: Final = (
     "rope_attention_factor",
     "layer_types",
     "sliding_window",
+    "lora",
 )
 """Fields younger than job.json: at their defaults they are left out, and 0.1.0 reads the rest."""
 
@@ -843,6 +883,8 @@ def shape_of(raw: Mapping[str, Any]) -> ModelShape:
         TypeError: a field is missing or unknown.
     """
     fields = dict(raw)
+    if (lora := fields.get("lora")) is not None:
+        fields["lora"] = Lora(**{**lora, "targets": tuple(lora["targets"])})
     family = fields.pop("family", ModelShape.family)
     known = {**FAMILIES, Plugin.family: Plugin, Transformers.family: Transformers}
     if family not in known:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from elastic_trainer.plan.config import LoraSection
 from elastic_trainer.plan.hf_config import WITHOUT_EFFECT, ConfigError
-from elastic_trainer.plan.models import Transformers
+from elastic_trainer.plan.models import Lora, Transformers
 from elastic_trainer.storage.typed import build, parse_json
 
 TP_STYLES: Final = frozenset({
@@ -113,6 +114,9 @@ class Facts:
     """What tp must divide: words for a size -> it."""
     recurrent: bool
     """Whether layers carry a state from token to token, which no mask cuts between documents."""
+    linears: Mapping[str, int] = field(default_factory=dict)
+    """Name of linear modules, without what they are in and but the head -> inputs and outputs of
+    all that have it, added up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +247,43 @@ def own_class(raw: Mapping[str, Any], facts: Facts, attention: str | None = None
         attention=attention or facts.attention,
         tp_sizes=facts.tp_sizes,
         refused=_limits(facts),
+        linears=facts.linears,
     )
+
+
+def with_adapters(shape: Transformers, wanted: LoraSection) -> Transformers:
+    """Return the shape with adapters beside the modules that `train.lora` names.
+
+    A linear module has rank x (inputs + outputs) parameters of an adapter.
+
+    Raises:
+        ConfigError: HF026 the class's modules are not known; HF140 it has none of that name, or
+            takes no adapters.
+    """
+    if not shape.linears:
+        raise ConfigError(
+            "HF026",
+            "of adapters it must be asked, which is not installed here with torch: pip install "
+            "'holdfast-ml[train,hf]'",
+        )
+    if why := shape.refused.get("train.lora"):
+        raise ConfigError("HF140", f"is not for {shape.architecture} of transformers: {why}")
+    targets = tuple(sorted(set(wanted.targets or shape.linears)))
+    if unknown := [name for name in targets if name not in shape.linears]:
+        raise ConfigError(
+            "HF140",
+            f"targets: {shape.architecture} has no linear module {unknown[0]}; it has "
+            f"{', '.join(shape.linears)}",
+        )
+    lora = Lora(
+        rank=wanted.rank,
+        alpha=float(wanted.rank if wanted.alpha is None else wanted.alpha),
+        targets=targets,
+        params=wanted.rank * sum(shape.linears[name] for name in targets),
+    )
+    # peft's modules are not those that the plan of tensor parallelism cuts.
+    refused = {**shape.refused, "layout.tp": "adapters are not cut"}
+    return replace(shape, lora=lora, refused=refused)
 
 
 def unasked(raw: Mapping[str, Any], params: int, attention: str | None = None) -> Transformers:
@@ -310,4 +350,5 @@ def _limits(facts: Facts) -> dict[str, str]:
         limits["layout.tp"] = f"its plan has {', '.join(strange)}, which is not done here"
     if facts.recurrent:
         limits["data.format"] = "its layers carry a state from one document to the next"
+        limits["train.lora"] = "its layers use matrices without the modules that adapters replace"
     return limits

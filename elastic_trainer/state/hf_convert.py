@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -44,11 +44,13 @@ from torch.distributed.checkpoint.planner import (
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
+from elastic_trainer.model.adapters import adapter_config, file_name
 from elastic_trainer.model.decoder import Decoder, build
 from elastic_trainer.model.transformers_model import TransformersModel
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.plan.models import ModelShape, Plugin, Transformers
+from elastic_trainer.plan.models import Lora, ModelShape, Plugin, Transformers
 from elastic_trainer.state import hf_names
+from elastic_trainer.state.adapter_state import trained_names
 from elastic_trainer.state.errors import CheckpointError, DamagedError, InputError
 from elastic_trainer.state.hf_source import HFSource, TensorSource
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, with_commit
@@ -170,7 +172,7 @@ def export_hf(
                 "another checkpoint of the run",
             ) from error
         text = json.dumps(form.config(dtype, special, context), indent=2) + "\n"
-        (temp / hf_names.CONFIG_NAME).write_text(text, encoding="utf-8")
+        (temp / form.config_name).write_text(text, encoding="utf-8")
         made = {path.name: path.stat().st_size for path in sorted(temp.iterdir())}
     return Exported(tuple(made), sum(made.values()), form.num_params)
 
@@ -317,8 +319,11 @@ class Form:
     tensors: Callable[[Callable[[str, torch.dtype, int, int], Tensor], torch.dtype], Tensors]
     """Called with what reads rows of ours, and the dtype of the files; returns what they hold."""
     config: Callable[[str, Mapping[str, Any], int | None], dict[str, Any]]
-    """(dtype, ids of special tokens, context in tokens) -> the content of config.json."""
+    """(dtype, ids of special tokens, context in tokens) -> the content of `config_name`."""
     num_params: int
+    config_name: str = hf_names.CONFIG_NAME
+    single_name: str = hf_names.SINGLE_NAME
+    """Of the weights, where they are one file."""
 
 
 Tensors = dict[str, LazyTensor]
@@ -359,6 +364,8 @@ def _form_of(model: Decoder, shape: ModelShape) -> Form:
 def _own_form(shape: Transformers) -> Form:
     """Return how transformers' own class is exported: as its save_pretrained does."""
     model = TransformersModel(shape).theirs
+    if shape.lora is not None:
+        return _adapter_form(model, shape.lora)
     state = model.state_dict()
     kept = {name: each for name, each in state.items() if name not in model.all_tied_weights_keys}
 
@@ -399,6 +406,24 @@ def _own_form(shape: Transformers) -> Form:
     )
 
 
+def _adapter_form(model: nn.Module, lora: Lora) -> Form:
+    """Return how adapters are exported: as peft's save_pretrained does."""
+    state, config = model.state_dict(), adapter_config(lora).to_dict()
+    sizes = {name: tuple(state[name].shape) for name in sorted(trained_names(model))}
+    given = {**config, "target_modules": list(lora.targets), "inference_mode": True}
+    return Form(
+        sizes=sizes,
+        tensors=lambda read, dtype: {
+            file_name(name): LazyTensor(size, dtype, partial(read, name, dtype))
+            for name, size in sizes.items()
+        },
+        config=lambda _dtype, _special, _context: given,
+        num_params=lora.params,
+        config_name="adapter_config.json",
+        single_name="adapter_model.safetensors",
+    )
+
+
 def _export_weights(
     temp: Path,
     storage: CheckpointStorage,
@@ -434,7 +459,7 @@ def _export_weights(
     if max(file_of.values()) == 1:  # transformers has another name and no index for one file
         (temp / hf_names.INDEX_NAME).unlink()
         (only,) = temp.glob("model-*.safetensors")
-        only.rename(temp / hf_names.SINGLE_NAME)
+        only.rename(temp / form.single_name)
 
 
 def _drop_dcp_metadata(path: Path) -> None:

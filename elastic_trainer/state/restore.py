@@ -111,9 +111,11 @@ def agreed_board(
 
 
 def restore_from(
-    state: TrainingState, start: StartFrom, group: Collective, *, global_batch: int
+    state: TrainingState, start: StartFrom, group: Collective, *, global_batch: int | None
 ) -> Commit:
     """Load another run's checkpoint in place; collective.
+
+    `global_batch` None: weights alone are taken, the data begins anew.
 
     Raises:
         CheckpointError: HF304, it cannot be used: never a silent start from nothing; HF303, the
@@ -141,14 +143,14 @@ def _load_commit(
     storage: CheckpointStorage,
     group: Collective,
     *,
-    global_batch: int,
+    global_batch: int | None,
 ) -> None:
     content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
     manifest = Manifest.decode(content.encode())
     mine = share_of(manifest.files, group.rank, group.world_size)
     group.together(lambda: storage.verify(commit.dir, manifest, mine))
     # With other batches samples would be lost or repeated.
-    if manifest.consumed_samples != manifest.step * global_batch:
+    if global_batch is not None and manifest.consumed_samples != manifest.step * global_batch:
         raise CheckpointError(
             "HF303",
             f"the checkpoint of step {manifest.step} has consumed {manifest.consumed_samples} "

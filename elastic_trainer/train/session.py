@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from elastic_trainer.board.address import BOARD_VARIABLE
 from elastic_trainer.board.open_board import open_board
 from elastic_trainer.board.state import Board
+from elastic_trainer.plan.config import StartFrom
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.event_log import EventLog
+from elastic_trainer.state.adapter_state import FrozenWeights
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.offload import offload_of
+from elastic_trainer.state.restore import restore_from
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import TrainingState
@@ -169,6 +173,15 @@ class Session:
             group=Collective(self._grid("saves")),
         )
         return self._manager.restore()
+
+    def read_base(self, model: nn.Module, base: StartFrom) -> None:
+        """Read the weights that adapters are beside; collective, before `restore`.
+
+        Raises:
+            CheckpointError: HF304, they cannot be used, or are not those of the digest.
+        """
+        group = Collective(self._grid("saves"))
+        restore_from(FrozenWeights(model), base, group, global_batch=None)
 
     def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> SnapshotTier | None:
         every_steps = self._policy.section.memory_every_steps

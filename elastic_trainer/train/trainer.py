@@ -22,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer.data import CorpusMix, Crew, open_corpus
+from elastic_trainer.model.decoder import ModelError
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, Transformers
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.state.adapter_state import AdapterState
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.state import TrainingState
@@ -171,12 +173,21 @@ class Trainer:
 
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
-        session = self.session
+        session, base = self.session, self.config.base
         self.guard = Guard(
             self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
         )
+        if base is not None:
+            session.read_base(self.model, base)
+            state: TrainingState = AdapterState(
+                self.model, (self.optimizer,), base.manifest_sha256, self.guard.keeps
+            )
+        elif isinstance(self.config.model, Transformers) and self.config.model.lora is not None:
+            raise ModelError("HF335", "job.json names no base beside which adapters are trained")
+        else:
+            state = TrainingState(self.model, (self.optimizer,), self.guard.keeps)
         restored = session.restore(
-            TrainingState(self.model, (self.optimizer,), self.guard.keeps),
+            state,
             ready=lambda: not self.feed.behind,
         )
         if restored is None:

@@ -98,8 +98,10 @@ def _import_class(model: Mapping[str, str]) -> None:
 
         kind = json.loads(model["config"])["model_type"]
         _ = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+        if "lora" in model:
+            importlib.import_module("peft")
     except (ImportError, KeyError):
-        pass  # the worker says it (model/transformers_model.py)
+        pass  # the worker says it (model/transformers_model.py, model/adapters.py)
     finally:
         if before is None:
             del os.environ[_BY_NVML]

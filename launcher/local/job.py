@@ -39,7 +39,7 @@ from launcher.record.summary import summarise
 from launcher.render.local import JOB_FILE, job_file, to_train_config
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
-from launcher.runs.checkpoints.start_from import corpus_pin, model_warnings, start_from
+from launcher.runs.checkpoints.start_from import base_of, corpus_pin, model_warnings, start_from
 from launcher.runs.reports.data import audit_ledger, write_summary
 from launcher.runs.run_dir import check_run_dir
 from launcher.runs.runs import StoredRun
@@ -128,6 +128,7 @@ def prepare_new(
     found = live_problems(spec, folder)
     if problems := [each for each in found if not each.is_warning]:
         raise UserError.many(problems)
+    spec.remember(base=base_of(spec))
     run_id = f"{spec.name}-{stamp}"
     directory = (run_dir or Path("runs") / run_id).absolute()
     planned = plan(spec)

@@ -383,6 +383,8 @@ def _training(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
     yield "train.steps", STEPS
     yield "train.compile", False
     yield "train.float8", False
+    if spec.train.lora is not None:
+        yield "train.lora", None
     yield "train.optimizer.warmup_steps", STEPS // 4
     yield "data", {"path": str(corpus), "format": "text", "tokenizer": "bytes"}
     if spec.validation is not None:

@@ -98,7 +98,7 @@ def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
 
 def write_s(spec: JobSpec, nodes: int) -> float:
     """Return the predicted time to write a checkpoint of the built-in trainer, in seconds."""
-    size = spec.shape.num_params() * BYTES_PER_PARAM
+    size = spec.shape.trained_params() * BYTES_PER_PARAM
     return SETTLE_S + size / min(nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
 
 

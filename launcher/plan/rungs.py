@@ -96,7 +96,7 @@ class MeshChange:
 
 def mesh_change(facts: JobFacts, machine: Hardware, *, standby: bool) -> MeshChange:
     """Return what a change of a job's mesh is taken to cost; `standby` as in `rungs`."""
-    moved = STATE_BYTES * facts.shape.num_params() / facts.num_gpus
+    moved = STATE_BYTES * facts.shape.trained_params() / facts.num_gpus
     seconds = CHANGE_S[standby] + moved / machine.nic_bytes_s
     return MeshChange(bytes_per_gpu=moved, seconds=seconds, away_s=AWAY_S)
 

@@ -192,7 +192,7 @@ def snapshot_line(cost: Snapshots) -> str:
 
 
 def _image_bytes(shape: ModelShape, layout: ParallelLayout) -> int:
-    params = shape.num_params()
+    params = shape.trained_params()
     if shape.tie_embeddings and layout.pp > 1:  # both ends of the pipeline have the table
         params += shape.vocab_size * shape.dim
     return math.ceil(params * BYTES_PER_PARAM * layout.dp_replicate / layout.world_size)

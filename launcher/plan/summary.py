@@ -47,6 +47,7 @@ def summary_lines(
     active = f", {short(met)} a token" if met < total else ""
     lines = [
         f"model    {spec.model_name}, {short(total)} parameters{active}",
+        *_adapter_lines(spec),
         *_class_lines(spec),
         f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}{chosen}",
         f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
@@ -81,6 +82,17 @@ def summary_lines(
     return [*head, lines[-2], f"batch    {batch}"]
 
 
+def _adapter_lines(spec: JobSpec) -> list[str]:
+    """Return what is trained of a model with adapters, and what the rest is without."""
+    shape, wanted = spec.shape, spec.train.lora
+    if not isinstance(shape, Transformers) or shape.lora is None or wanted is None:
+        return []
+    lora = shape.lora
+    trained = f"{short(lora.params)} parameters of rank {lora.rank} in {', '.join(lora.targets)}"
+    frozen = f"the model's, of {wanted.base}, are frozen: without gradients and moments"
+    return [f"adapters {trained}; {frozen}"]
+
+
 def _class_lines(spec: JobSpec) -> list[str]:
     """Return which class of transformers trains the model, and what does not work with it."""
     shape = spec.shape
@@ -88,7 +100,7 @@ def _class_lines(spec: JobSpec) -> list[str]:
         return []
     refused = dict(shape.refused)
     tp = refused.pop("layout.tp", None)
-    without = [key.partition(".")[2] for key in refused if key != "data.format"]
+    without = [key.partition(".")[2] for key in refused if key not in ("data.format", "train.lora")]
     without += [f"tp ({tp})"] if tp else []
     name = f"transformers' {shape.architecture}, attention {shape.attention}"
     return [f"class    {name}; not with it: {', '.join(without)}"]
@@ -342,6 +354,7 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
         "name": spec.model_name,
         "num_params": spec.shape.num_params(),
         "active_params": spec.shape.active_params(),
+        "trained_params": spec.shape.trained_params(),
     }
     if isinstance(spec.shape, Transformers):
         model |= {"class": spec.shape.architecture, "not_with_it": dict(spec.shape.refused)}

@@ -56,7 +56,7 @@ def to_train_config(
         ladder=plan.ladder,
         gpus_per_node=spec.cluster.gpus_per_node,
         device=spec.device,
-        train=spec.train,
+        train=dataclasses.replace(spec.train, lora=None),  # the model's shape has it
         data=dataclasses.replace(
             spec.data,
             path=spec.data.path and resolve(spec.data.path, base_dir),
@@ -74,6 +74,7 @@ def to_train_config(
         elastic=dataclasses.replace(spec.elastic, min_nodes=plan.ladder.min_nodes, sizes=None),
         network=spec.network,
         numbers=spec.numbers,
+        base=spec.base,
         schedule=spec.layout.schedule,
         interleave=spec.layout.interleave,
         command=spec.command,

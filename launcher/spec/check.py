@@ -177,6 +177,9 @@ def _sections(spec: JobSpec) -> Iterator[BrokenRule]:
         message = "interface and cidr exclude each other; keep one"
         yield finding("HF016", "network.cidr", message, "network.interface")
     yield from _validation(spec)
+    if spec.train.lora is not None and spec.command is not None:
+        message = "what a command trains is its own business; leave the section out"
+        yield finding("HF016", "train.lora", message, "command", use=[None])
     yield from _float8(spec)
     yield from _data(spec.data)
     warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps

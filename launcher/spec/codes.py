@@ -281,6 +281,7 @@ _TABLE: Final = {
         "transformers' class cannot be trained on a node as it was planned.",
         "Use the transformers there that the job was submitted with; see the message.",
     ),
+    "HF336": ("train.lora on a node without peft.", "Install holdfast-ml[lora] there."),
     # The agent's command line.
     "HF501": ("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": ("job.json cannot be used.", "Render the job again."),

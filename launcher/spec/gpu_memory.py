@@ -200,9 +200,11 @@ def rank_bytes(
     always = rank.always()
     passing = sum(fullest) + always
     return RankBytes(
-        weights=int(stack.weights * rank.params / (rank.shards if stack.zero >= 3 else 1)),
+        weights=int(stack.weights * rank.held / (rank.shards if stack.zero >= 3 else 1)),
         gradients=int(fullest.gradients),
-        optimizer=int(stack.optimizer * rank.params / (rank.shards if stack.zero >= 1 else 1)),
+        optimizer=int(
+            stack.optimizer * rank.trained * rank.params / (rank.shards if stack.zero >= 1 else 1)
+        ),
         activations=int(fullest.activations),
         logits=int(fullest.logits),
         gathered=int(always + fullest.gathered),
@@ -277,6 +279,11 @@ class _Rank:
         """Parameters of this rank's stages when they are whole."""
         self.params = sum(self.layers) * layer + self.tables
         """The same with the experts of all ep ranks: these, over `shards`, are the state here."""
+        self.trained = shape.trained_params() / shape.num_params()
+        """Parameters with gradients and moments, as a share: 1, or what adapters have. Those are
+        taken as evenly spread: few of them are in tables."""
+        self.held = self.params * (1.0 + (self.trained if self.trained < 1.0 else 0.0))
+        """Parameters, with adapters, which are beside them."""
 
     def always(self) -> float:
         """Return what is there from the first forward to the last backward.
@@ -303,7 +310,7 @@ class _Rank:
         if not (self.fsdp and self.stack.pools):
             return moment
         gathers = self.value * (max(self.group, self.layer) + self.layer)
-        reduced = self.stack.gradients * self.params / self.shards
+        reduced = self.stack.gradients * self.trained * self.params / self.shards
         whole = self.pipeline or self.work.no_sync
         gradients = moment.gradients + reduced if whole else max(moment.gradients, reduced)
         return moment._replace(gathered=moment.gathered + gathers, gradients=gradients)
@@ -320,9 +327,10 @@ class _Rank:
         if self.fsdp:  # from a flat fp32 buffer
             gradients = self.value * self.group if self.alone else 0.0
             reduced = self.stack.gradients * self.params / self.shards
-            yield _Moment(0.0, 0.0, gradients + 4 * self.group, summed + reduced)
+            flat = self.trained * (gradients + 4 * self.group)
+            yield _Moment(0.0, 0.0, flat, summed + self.trained * reduced)
         shards = self.shards if self.stack.zero >= 1 else 1
-        yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
+        yield _Moment(0.0, 0.0, self.stack.step * self.trained * self.params / shards, summed)
 
     def backwards(self, summed: float) -> Iterator[tuple[tuple[int, ...], float]]:
         """Yield micro-batches in flight and bytes of gradients held, of the fullest backwards.
@@ -356,8 +364,8 @@ class _Rank:
         tied = head + self.value * self.table if self.alone and shared else 0.0
         # FSDP alone has this layer and the next one whole, and the flat fp32 gradients that were
         # reduced last: the head's, then those of the layer above.
-        flat = 4 * self.layer if self.alone else 0.0
-        head_flat = 4 * self.table if self.alone and not tied else 0.0
+        flat = 4 * self.trained * self.layer if self.alone else 0.0
+        head_flat = 4 * self.trained * self.table if self.alone and not tied else 0.0
         layer = tied + (2 * self.value * self.layer if self.alone else 0.0)
         computing = self.computing()
         yield _Moment(activations + computing, 0.0, layer + head_flat, held)
@@ -368,7 +376,7 @@ class _Rank:
         if self.first:
             activations += self.value * self.tokens * self.part - self.layers[0] * kept
             split = self.stack.dtensor and self.layout.tp > 1
-            whole = self.value * self.table * (self.layout.tp if split else 1)
+            whole = self.trained * self.value * self.table * (self.layout.tp if split else 1)
             if self.alone and not self.work.no_sync:
                 # Reduced at once: of DTensor's whole gradient a rank copies its part out.
                 whole += flat + (self.value * self.table if split else 0.0)
@@ -384,13 +392,13 @@ class _Rank:
         activations += one * (self.norm_input * self.part + branch)  # the last norm's
         if not self.stack.chunked_loss:
             yield _Moment(activations, self.logits(), head, held)
-            backward = head + self.value * self.table + one * self.width
+            backward = head + self.trained * self.value * self.table + one * self.width
             coming = self.value * self.layer if self.alone else 0.0
             logits *= 1 if self.alone else 2
             yield _Moment(activations, logits, backward + coming, held)
         if self.alone and not tied:
             # The head's gradient, and the same flat; the last layer is coming.
-            larger = head + 4 * self.table + self.value * self.layer
+            larger = head + 4 * self.trained * self.table + self.value * self.layer
             # The trainer keeps no logits, other stacks do that have all of them.
             gone = self.stack.loss_rows or self.stack.chunked_loss
             yield _Moment(activations, 0.0 if gone else logits, larger, held)
@@ -403,8 +411,9 @@ class _Rank:
         """
         if self.fsdp and (self.pipeline or self.work.no_sync):
             whole = self.layout.tp - 1 if self.first and self.stack.dtensor else 0
-            return 4 * (self.whole + self.table * whole)
-        return self.stack.gradients * self.params / (self.shards if self.stack.zero >= 2 else 1)
+            return 4 * self.trained * (self.whole + self.table * whole)
+        gradients = self.stack.gradients * self.trained * self.params
+        return gradients / (self.shards if self.stack.zero >= 2 else 1)
 
     def logits(self) -> float:
         """Return the bytes of logits, loss and their gradients."""

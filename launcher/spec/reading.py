@@ -22,9 +22,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from elastic_trainer.plan.command import names_in, preset
+from elastic_trainer.plan.config import LoraSection
 from elastic_trainer.plan.hf_config import ConfigError, parse_hf_config
-from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin
-from elastic_trainer.plan.transformers_config import Answer, own_class, read_config, unasked
+from elastic_trainer.plan.models import FAMILIES, PRESETS, ModelShape, Plugin, Transformers
+from elastic_trainer.plan.transformers_config import (
+    Answer,
+    own_class,
+    read_config,
+    unasked,
+    with_adapters,
+)
 from launcher.spec.check import cross_check
 from launcher.spec.errors import Offer, Problem, UserError, Where
 from launcher.spec.secret_forms import MASK, Leak, find_secrets, leaks
@@ -219,6 +226,8 @@ def _complete(
 ) -> list[Problem]:
     """Find the model's dimensions and check the rules that span several keys."""
     shape, problem = _shape_of(spec, read, ask)
+    if problem is None and spec.train.lora is not None and spec.command is None:
+        shape, problem = _adapted(spec, shape, spec.train.lora)
     spec.remember(shape=shape)
     problem = problem or _plugin_problem(spec, read)
     found = [problem] if problem and "model" not in bad else []
@@ -396,6 +405,23 @@ def _shape(given: dict[str, Any]) -> ModelShape:
     return family(**{**{key: given[key] for key in given if key in known}, **derived})
 
 
+def _adapted(
+    spec: JobSpec, shape: ModelShape, wanted: LoraSection
+) -> tuple[ModelShape, Problem | None]:
+    """Return the shape with adapters; without them and the problem where it takes none."""
+    where = spec.source.where_key("train.lora")
+    if not isinstance(shape, Transformers):
+        message = (
+            f"adapters are for models of transformers' own class, and {spec.model_name} is of the "
+            f"family {shape.family}: name its config.json as model: {{hf: PATH}}"
+        )
+        return shape, Problem("HF140", where, message)
+    try:
+        return with_adapters(shape, wanted), None
+    except ConfigError as error:
+        return shape, Problem(error.code, where, str(error))
+
+
 def _plugin_problem(spec: JobSpec, read: ReadText | None) -> Problem | None:
     """Return the warning that a plug-in's module is not where submission takes it from."""
     if read is None or not isinstance(spec.shape, Plugin):
@@ -529,10 +555,10 @@ def _unknown(path: KeyPath, sections: Sections) -> str:
         for key in keys
         if key == last and name != section
     ]
-    if near:
-        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
     if elsewhere:
         return f"unknown key here; did you mean {elsewhere[0]}?"
+    if near:
+        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
     if not known:
         return "unknown key"
     return f"unknown key; {section or 'a job file'} has {', '.join(known)}"

@@ -25,6 +25,7 @@ from elastic_trainer.plan.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
+    LoraSection,
     MixedCorpus,
     NetworkSection,
     NumbersSection,
@@ -86,6 +87,7 @@ from launcher.spec.values import (
 _shape, _plugin = setting_of(ModelShape), setting_of(Plugin)
 _optimizer = setting_of(OptimizerConfig)
 _train = setting_of(TrainSection)
+_lora = setting_of(LoraSection)
 _data, _mixed = setting_of(DataSection), setting_of(MixedCorpus)
 _validation = setting_of(ValidationSection)
 _checkpoint = setting_of(CheckpointSection)
@@ -129,6 +131,12 @@ def _inherited(value: str) -> str:
     if not re.fullmatch(rf"{_NAME}\*?", value):
         raise refuse("HF165", f"expected a variable's name, or its beginning with *, found {value}")
     variable_name(value.removesuffix("*"))
+    return value
+
+
+def _no_dropout(value: float) -> float:
+    if value != 0.0:
+        raise refuse("HF140", f"{value:g}: nothing random is trained; use 0")
     return value
 
 
@@ -277,6 +285,16 @@ class Optimizer(SpecSection):
     clip_norm: NotNegative = _optimizer("clip_norm")
 
 
+class Adapters(SpecSection):
+    """Adapters of low rank (LoRA), for models of transformers' own class."""
+
+    base: Text = _lora("base")
+    rank: Annotated[int, Field(ge=1, le=65536)] = _lora("rank")
+    alpha: Positive | None = _lora("alpha")
+    dropout: Annotated[float, AfterValidator(_no_dropout)] = _lora("dropout")
+    targets: Texts | None = _lora("targets")
+
+
 class Train(SpecSection):
     """What is trained. Batches count sequences."""
 
@@ -292,6 +310,7 @@ class Train(SpecSection):
     no_sync: bool | None = _train("no_sync")
     deterministic: bool = _train("deterministic")
     optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
+    lora: Annotated[LoraSection, Becomes(Adapters)] | None = _train("lora")
 
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "nanogpt", "megatron", "sft"]

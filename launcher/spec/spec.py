@@ -98,6 +98,7 @@ class JobSpec(values.SpecSection):
     _sets: tuple[str, ...] = PrivateAttr(default=())
     _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
+    _base: config.StartFrom | None = PrivateAttr(default=None)
     _no_family: str | None = PrivateAttr(default=None)
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
     _layout_was_auto: bool = PrivateAttr(default=False)
@@ -166,6 +167,11 @@ class JobSpec(values.SpecSection):
     def shape(self) -> ModelShape:
         """The model's dimensions, wherever they came from."""
         return self._shape
+
+    @property
+    def base(self) -> config.StartFrom | None:
+        """The weights that adapters are beside, once they have been looked for."""
+        return self._base
 
     @property
     def no_family(self) -> str | None:
@@ -315,6 +321,7 @@ def all_sections() -> dict[str, type[BaseModel]]:
         "cluster": sections.Cluster,
         "train": sections.Train,
         "train.optimizer": sections.Optimizer,
+        "train.lora": sections.Adapters,
         "data": sections.Data,
         "data.mix.NAME": sections.Mixed,
         "validation": sections.Validation,

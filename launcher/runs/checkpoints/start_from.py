@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from elastic_trainer.board.state import Commit
 from elastic_trainer.plan.config import StartFrom, TrainConfig
-from elastic_trainer.plan.models import ModelShape
+from elastic_trainer.plan.models import ModelShape, Transformers
 from elastic_trainer.storage.model_files import (
     CONFIG,
     TOKENIZER,
@@ -19,6 +20,7 @@ from elastic_trainer.storage.model_files import (
     read_tokenizer,
     special_mistakes,
 )
+from launcher.render.local import resolve
 from launcher.runs.checkpoints.commits import Reference, RunCheckpoints
 from launcher.spec.errors import Problem, UserError, Where
 from launcher.spec.spec import JobSpec
@@ -54,15 +56,46 @@ def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfi
     problems = list(_problems(differences, name, commit.step, config, spec))
     if problems:
         raise UserError.many(problems)
-    start = StartFrom(
-        run=str(wanted.run.absolute()),
+    return dataclasses.replace(config, start_from=_start(wanted.run, found, commit))
+
+
+def base_of(spec: JobSpec) -> StartFrom | None:
+    """Return the weights that a job's adapters are beside; None: it has none.
+
+    Raises:
+        UserError: HF630 and others, there are no such weights; HF633, they are of another model, or
+            adapters themselves.
+    """
+    wanted, shape = spec.train.lora, spec.shape
+    if wanted is None or not isinstance(shape, Transformers):
+        return None
+    reference = Reference.parse(resolve(wanted.base, spec.folder))
+    found = RunCheckpoints.of(reference.run)
+    commit = found.choose(reference.step)
+    theirs = found.manifest(commit).model or (found.config.model if found.config else shape)
+    problems = [
+        spec.problem(
+            "HF633",
+            "train.lora.base",
+            f"{key} is {before} in {wanted.base} and {now} in the job: name the weights of this "
+            "model, of a run without adapters",
+        )
+        for key, before, now, _ in forbidden_shape(theirs, dataclasses.replace(shape, lora=None))
+    ]
+    if problems:
+        raise UserError.many(problems)
+    return _start(reference.run, found, commit)
+
+
+def _start(run: Path, found: RunCheckpoints, commit: Commit) -> StartFrom:
+    return StartFrom(
+        run=str(run.absolute()),
         checkpoints=str(found.storage.root),
         epoch=commit.epoch,
         step=commit.step,
         dir=commit.dir,
         manifest_sha256=commit.manifest_sha256,
     )
-    return dataclasses.replace(config, start_from=start)
 
 
 def corpus_pin(start: StartFrom) -> dict[str, str]:
@@ -185,6 +218,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "train.compile": Key(True, "changes speed, and the order of sums"),
     "train.no_sync": Key(True, "changes memory and speed, and the order of sums"),
     "train.deterministic": Key(True, "from the next step"),
+    "train.lora": Key(False, "adapters belong to the weights that they were trained beside"),
     "train.optimizer": Key(True, "from the next step; the moments are kept"),
     "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
     "data.mix": Key(True, "the same corpora and weights; others are refused (HF706)"),
@@ -211,6 +245,7 @@ _SPEC_KEYS = {
     "gpus_per_node": "cluster",
     "device": "cluster",
     "command_dir": "command",
+    "base": "train.lora",
 }
 """Names in job.json -> what the user wrote them as."""
 
@@ -262,6 +297,7 @@ def rule_of(key: str) -> Key:
 def _flat(config: TrainConfig) -> dict[str, Any]:
     raw = {k: v for k, v in dataclasses.asdict(config).items() if k not in _OWN_TO_A_RUN}
     raw["model"] = _dimensions(config.model)
+    raw["base"] = config.base and config.base.manifest_sha256
     flat: dict[str, Any] = {}
     for key, value in raw.items():
         if key in _SPEC_KEYS:

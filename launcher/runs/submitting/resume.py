@@ -55,7 +55,7 @@ _FIXED: Final = {
     "slurm": frozenset({"array", "group", "umask"}),
 }
 """Sections that say what is asked of a platform -> their keys that say where the run is."""
-_OWN: Final = frozenset({"run_id", "version", "start_from"})
+_OWN: Final = frozenset({"run_id", "version", "start_from", "base"})
 """Keys of job.json that another rendering does not know."""
 _NO_PROFILE: Final = ("HF138", "HF213", "HF214")
 

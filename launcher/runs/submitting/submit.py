@@ -26,6 +26,7 @@ from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
+from launcher.runs.checkpoints.start_from import base_of
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
@@ -131,6 +132,8 @@ def prepare(
         seen = live_problems(each, each.folder)
         if problems := [one for one in seen if not one.is_warning]:
             raise UserError.many(problems)
+    for each in specs:
+        each.remember(base=base_of(each))
     plans = [plan(each) for each in specs]
     run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()

@@ -64,7 +64,7 @@ def test_job_json_has_what_nodes_need_and_not_what_the_launcher_asks():
         ({"tp_plan": None}, {"layout.tp"}),
         ({"tp_plan": {"a": "colwise", "b": "moe_tp_experts"}}, {"layout.tp"}),
         ({"tp_plan": dict.fromkeys("ab", min(TP_STYLES))}, set()),
-        ({"recurrent": True}, {"data.format"}),
+        ({"recurrent": True}, {"data.format", "train.lora"}),
     ],
 )
 def test_what_a_class_does_not_take(changes, keys):

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -29,6 +29,7 @@ from elastic_trainer.plan.config import (
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.plan.models import FAMILIES, Transformers
+from elastic_trainer.state.state import clean_name
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.optimizer import (
@@ -125,10 +126,14 @@ def config_of(shape: Transformers, layout: ParallelLayout, **train: object) -> T
     )  # fmt: skip
 
 
-def train(config: TrainConfig, weights: dict[str, Tensor] | None = None) -> list[list[float]]:
+def train(
+    config: TrainConfig,
+    weights: dict[str, Tensor] | None = None,
+    begin: Callable[[torch.nn.Module], object] = lambda _: None,
+) -> list[list[float]]:
     """Return loss and gradient norm of each step of this rank's engine; collective.
 
-    `weights`: what it begins with, whole; None: its initial values.
+    `weights`: what it begins with, whole; None: its initial values, and what `begin` gives it.
     """
     layout = config.ladder.rungs[0].layout
     engine = Engine(config, config.ladder.rungs[0], dist.get_rank(), CPU)
@@ -136,7 +141,8 @@ def train(config: TrainConfig, weights: dict[str, Tensor] | None = None) -> list
     initialise(engine.model, config.train.seed)
     if weights is not None:
         for name, param in engine.model.theirs.named_parameters():
-            param.data.copy_(weights[name])
+            param.data.copy_(weights[clean_name(name)])
+    begin(engine.model)
     optimizer = build_optimizer(engine.model, config.train.optimizer)
     found = []
     for step in range(1, STEPS + 1):
