@@ -141,4 +141,4 @@ def test_a_base_that_is_damaged_is_refused_on_the_nodes(folder):
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     words = ["--set", "cluster.nodes=1", "--set", f"train.lora.base={folder / 'damaged'}"]
-    assert "HF304" in run(folder, "refused", *words, code=1)
+    assert "HF304" in run(folder, "refused", *words, code=2)
