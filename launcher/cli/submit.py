@@ -71,6 +71,12 @@ Examples:
     help="One run for each value, as tasks of an array. Repeatable: all combinations.",
 )
 @click.option(
+    "--from",
+    "start",
+    metavar="RUN[@STEP]",
+    help="Start from another run's checkpoint; docs/resume.md has what may differ.",
+)
+@click.option(
     "--unseen", is_flag=True, help="Do not check that the job's paths exist on this machine."
 )
 @click.option(
@@ -102,6 +108,7 @@ def submit(  # noqa: PLR0917  click passes options by name
     sets: Sequence[str],
     site: Site | None,
     sweep: Sequence[str],
+    start: str | None,
     unseen: bool,
     resume: str | None,
     upgrade: bool,
@@ -118,7 +125,7 @@ def submit(  # noqa: PLR0917  click passes options by name
     """
     if resume is not None:
         new = {"JOB": job, "--run-dir": run_dir, "--sweep": sweep, "--to": target, "--site": site}
-        _refuse_with("--resume", new | {"--dry-run": dry_run})
+        _refuse_with("--resume", new | {"--from": start, "--dry-run": dry_run})
     else:
         _refuse_with("a new run", {"--upgrade": upgrade})
         _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
@@ -140,6 +147,7 @@ def submit(  # noqa: PLR0917  click passes options by name
             sweep=sweep,
             run_dir=run_dir,
             look=not unseen,
+            start=start,
         )
         if not as_json:
             print_problems(prepared.warnings)

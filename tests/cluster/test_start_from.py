@@ -45,6 +45,21 @@ def test_a_run_goes_on_where_another_was(folder, tmp_path):
         assert loss == pytest.approx(theirs[step], rel=2e-6), step
 
 
+def test_a_submitted_job_goes_on_too(folder, tmp_path):
+    run = tmp_path / "run"
+    more = ["--from", f"{folder / 'first'}@6", "--run-dir", str(run), "--watch"]
+    job = str(folder / "job.yaml")
+    done = holdfast(*HOLDFAST, "submit", job, "--to", "local", *more)
+    assert done.returncode == 0, done.stderr
+    started = json.loads((run / "job.json").read_text())["start_from"]
+    assert (started["step"], started["run"]) == (6, str(folder / "first"))
+    assert list(losses(run)) == [7, 8, 9, 10]
+    pods = ["--to", "jobset", "--dry-run", "--set", "data.path=/holdfast/corpus"]
+    pods += ["--set", "kubernetes.image=registry.local/x:1", "--set", "kubernetes.claim=runs"]
+    refused = holdfast(*HOLDFAST, "submit", job, *more[:2], *pods)
+    assert (refused.returncode, "HF205" in refused.stderr) == (2, True), refused.stderr
+
+
 @pytest.mark.slow
 def test_another_learning_rate_from_the_next_step_on_through_two_failures(folder, tmp_path):
     """Before the run has a checkpoint of its own it starts from the other's again."""

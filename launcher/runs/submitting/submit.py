@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product, repeat
+from itertools import cycle, product, repeat
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.board.address import KUBERNETES
+from elastic_trainer.plan.config import TrainConfig
 from launcher.fleet.node_ledger import FOLDER, NodeLedger, node_ledger_at
 from launcher.plan.clock import clock_chain
 from launcher.plan.loading import load_spec
@@ -26,7 +27,7 @@ from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import Bundle, resolve
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_foreign
-from launcher.runs.checkpoints.start_from import base_of
+from launcher.runs.checkpoints.start_from import base_of, corpus_pin, model_warnings, start_from
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
 from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
@@ -101,6 +102,7 @@ def prepare(
     sweep: Sequence[str] = (),
     run_dir: Path | None = None,
     look: bool = True,
+    start: str | None = None,
 ) -> PreparedSubmission:
     """Read, plan and render `job`.
 
@@ -114,6 +116,7 @@ def prepare(
         sweep: arguments of `--sweep`.
         run_dir: None: `./runs/<name>-<stamp>`.
         look: check that the job's paths are there; nodes may see others than this machine.
+        start: `RUN[@STEP]`, the checkpoint of another run to start from.
 
     Raises:
         UserError: anything wrong with the above.
@@ -148,6 +151,12 @@ def prepare(
         _refuse_other_requests(tasks)
         files = array_renderer(tasks, **places)
     indices = _tasks(files)
+    if start is not None:
+        if platform.sees_other_paths:
+            message = f"--from: {target}'s pods see other paths than this machine; submit to slurm"
+            raise UserError("HF205", message)
+        files, warned = _started_from(start, files, specs)
+        seen = [*seen, *warned]
     if indices is not None:
         _refuse_shared_checkpoints(specs)
     if spec.slurm.group is not None:
@@ -255,6 +264,22 @@ def _tasks(files: Bundle) -> tuple[int, ...] | None:
         return None
     names = [name.partition("/") for name in files]
     return tuple(sorted(int(a) for a, _, b in names if b == run_dirs.JOB_JSON and a.isdecimal()))
+
+
+def _started_from(
+    start: str, files: Bundle, specs: Sequence[JobSpec]
+) -> tuple[Bundle, list[Problem]]:
+    """Return the files of runs that start from a checkpoint, and what of it may not be meant."""
+    indices, made, warnings = _tasks(files), dict(files), list[Problem]()
+    folders = [""] if indices is None else [f"{index}/" for index in indices]
+    for folder, spec in zip(folders, cycle(specs), strict=False):
+        name = folder + run_dirs.JOB_JSON
+        config = start_from(TrainConfig.from_json(files[name]), start, spec)
+        assert config.start_from is not None
+        pin = corpus_pin(config.start_from)
+        made |= {name: config.to_json(), **{folder + each: text for each, text in pin.items()}}
+        warnings = model_warnings(config, spec)
+    return made, warnings
 
 
 def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
