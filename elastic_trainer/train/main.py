@@ -34,7 +34,7 @@ USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 def main(hold: Callable[[], None] | None = None) -> int:
     """Train; return the process's exit code. `hold` as of `run_worker`."""
     try:
-        return run_worker(standby.forget_others, hold)
+        return run_worker(built=standby.forget_others, hold=hold)
     except USER_ERRORS as error:
         write_error_file(error)
         sys.stderr.write(f"{error}\n")

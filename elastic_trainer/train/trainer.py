@@ -318,7 +318,7 @@ class Trainer:
         """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
         votes = self.session.votes(step, self.heartbeat.asked())
         # The host waits for the device here, and nowhere else in a step.
-        square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.layout.tp)
+        square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.engine.layout.tp)
         sums = torch.stack([loss_sum, square_sum]).cpu()
         everything = torch.cat([sums, sums.new_tensor(votes)])
         self.sum_over_ranks(everything)

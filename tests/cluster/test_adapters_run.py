@@ -93,7 +93,9 @@ def test_a_killed_worker_changes_nothing(folder, undisturbed, kept, restored, at
     summary = run(folder, name, "--fault", "kill-worker:1@7", *kept)
     assert summary["steps"] == 10
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
-    assert [each["step"] for each in events(folder / name, restored)] == [at]
+    (step,) = [each["step"] for each in events(folder / name, restored)]
+    # The worker that is told of step 7 may have done the next one before it is killed.
+    assert step in (at, at + (restored == "snapshot.restored"))
     assert losses(folder / name) == pytest.approx(undisturbed, rel=LOSS_REL)
     assert undisturbed[10] < undisturbed[1]
 

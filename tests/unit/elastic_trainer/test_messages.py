@@ -147,9 +147,9 @@ def test_a_message_comes_through(message):
 
 def test_an_agent_of_another_protocol_can_be_refused_whatever_else_it_says():
     me = {"agent_id": "a", "node": "n", "host": "h", "address": "10.0.0.1", "port": 1, "workers": 1}
-    raw = {"t": "Join", "member": {**me, "new": 1}, "job": "j", "wish": {}, "protocol": 2}
+    raw = {"t": "Join", "member": {**me, "new": 1}, "job": "j", "wish": {}, "protocol": 9}
     join = decode(json.dumps(raw).encode())
-    assert (join.member, join.job, join.protocol) == (Member(**me), "j", 2)
+    assert (join.member, join.job, join.protocol) == (Member(**me), "j", 9)
 
 
 @given(formed, several, st.data())
