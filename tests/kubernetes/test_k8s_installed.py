@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 pytestmark = [pytest.mark.install, pytest.mark.timeout(1500)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {name: x for name, x in PROJECT["optional-dependencies"].items() if name != "dev"}
-FRAMEWORKS = {"transformers", "lightning", "megatron", "torchtitan"}
+FRAMEWORKS = {"hf", "lora", "transformers", "lightning", "megatron", "torchtitan"}
 """Extras that ask for newer versions of other extras' libraries."""
 
 
