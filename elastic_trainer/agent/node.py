@@ -233,8 +233,7 @@ def _rendezvous(
             workers=options.workers,
             ladder=options.ladder,
             terms=_terms(options),
-            # A script does not say where it could wait; and two stores need two ports.
-            prepares=options.task.kind == "main" and (len(ports) > 1 or ports == range(1)),
+            prepares=_prepares(options, ports),
         ),
         board=open_board(
             options.record_dir / "board",
@@ -248,6 +247,17 @@ def _rendezvous(
         notify=waker.wake,
         crashed=die,
     )
+
+
+def _prepares(options: Options, ports: range) -> bool:
+    """Whether workers can wait for the next epoch while this one runs.
+
+    A script does not say where it could, and two stores need two ports. On a GPU a second context
+    and its communicators take memory that the running epoch may need: only with standbys.
+    """
+    two_ports = len(ports) > 1 or ports == range(1)
+    has_room = options.elastic.standby or not options.accelerators
+    return options.task.kind == "main" and two_ports and has_room
 
 
 def _metrics(options: Options, address: str) -> NodeMetrics | None:

@@ -71,7 +71,12 @@ from elastic_trainer.agent.membership.notices import (
     WorkersStepped,
     named,
 )
-from elastic_trainer.agent.membership.preparation import Preparation, Preparations, again_s
+from elastic_trainer.agent.membership.preparation import (
+    MOST_NODES,
+    Preparation,
+    Preparations,
+    again_s,
+)
 from elastic_trainer.agent.membership.roles import (
     Role,
     ToCoordinator,
@@ -846,7 +851,8 @@ class Coordinator(Role):
         Nodes that leave do not wait for long; without them there is no other way than to go on.
         """
         ctx, rung, must = self.ctx, self._rung, wanted == "departure"
-        if not ctx.settings.prepares or rung is None or self.phase is not Phase.RUNNING:
+        can = ctx.settings.prepares and rung is not None and rung.num_nodes <= MOST_NODES
+        if rung is None or not can or self.phase is not Phase.RUNNING:
             self._ask_all(Request.GROW)
             return
         within_s = ctx.settings.prepare_s / (6 if must else 1)

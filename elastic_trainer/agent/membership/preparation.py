@@ -16,6 +16,9 @@ AGAIN_S: Final = 60.0
 """After a preparation that failed the next one waits so long, and twice as long each time, …"""
 LONGEST_AGAIN_S: Final = 960.0
 """… up to this."""
+MOST_NODES: Final = 512
+"""Larger epochs are not prepared: all of their table goes to each member, 6 MB in all at this
+size, and 6 GB at 16,384 nodes."""
 
 
 class Preparation:
