@@ -84,6 +84,7 @@ def connect(run, job_json, rank):
     trainer = Trainer(config, who, forget_others)
     trainer._init_process_group()
     trainer._build_model()
+    trainer._allocate()
     trainer._restore()
     made = CountedGloo.made
     with pytest.raises(RuntimeError, match="No backend type"):
