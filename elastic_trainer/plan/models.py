@@ -218,7 +218,11 @@ class ModelShape:
         return sum(keys - keys**2 / (2 * seq_len) for keys in seen) / self.num_layers
 
 
-@dataclass(frozen=True, kw_only=True)
+# Those that only families derive from generate no methods: each costs every command half a
+# millisecond.
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class WindowedShape(ModelShape):
     """Dimensions of a decoder whose layers may see a sliding window."""
 
@@ -229,7 +233,7 @@ class WindowedShape(ModelShape):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class LayeredShape(WindowedShape):
     """Dimensions of a decoder of which some layers may see a window, and others all."""
 
@@ -240,7 +244,7 @@ class LayeredShape(WindowedShape):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class LocalRopeShape(LayeredShape):
     """Dimensions of a decoder whose layers with a window have a RoPE of their own, not scaled."""
 
@@ -297,7 +301,7 @@ class Qwen2(LayeredShape):
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class NormedHeadsShape(ModelShape):
     """Dimensions of a decoder that normalises each head's queries and keys, as Qwen3's do."""
 
@@ -473,7 +477,7 @@ class Gemma3(LocalRopeShape):
         return "elastic_trainer.model.gemma:GemmaDecoder"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MixtureShape(ModelShape):
     """Dimensions of a decoder of which each token goes to a few of a layer's experts.
 
