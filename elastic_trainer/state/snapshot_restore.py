@@ -290,6 +290,28 @@ def restore_snapshot(
     Snapshots older than `at_least`, which storage has, are not wanted. `allows(epoch, step)` says
     whether a state may be used. `on_skip` hears of snapshots that are not whole or cannot be read.
     """
+    loaded = load_newest(state, place, group, at_least=at_least, allows=allows, on_skip=on_skip)
+    if loaded is None:
+        return None
+    key, num_shards, found = loaded
+    _keep_only(place, key)
+    return Restored(*key, tuple(_singles(found, num_shards, place, group)))
+
+
+def load_newest(
+    state: TrainingState,
+    place: KeeperPlace,
+    group: Collective,
+    *,
+    at_least: int,
+    allows: Callable[[int, int], bool],
+    on_skip: Skip,
+) -> tuple[tuple[int, int], int, Found] | None:
+    """Load as `restore_snapshot`, but leave all images as they are; collective.
+
+    Returns:
+        The (step, epoch), its number of shards, and the images that this rank has verified.
+    """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
     for key, (num_shards, num_ranks, committed) in _agreed_keys(holdings, group):
@@ -315,8 +337,7 @@ def restore_snapshot(
         except StepFailedError as error:
             on_skip(step, str(error))
             continue
-        _keep_only(place, key)
-        return Restored(step, epoch, tuple(_singles(found, num_shards, place, group)))
+        return key, num_shards, found
     return None
 
 

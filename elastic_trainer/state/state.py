@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
@@ -213,6 +214,7 @@ class TrainingState:
     ) -> None:
         self._model, self._optimizers, self._keeps = model, optimizers, keeps or {}
         self._generators = generators_of(next(model.parameters()).device)
+        self._reading = ReadPlan()
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
         """Return the tensors after `step`, not copies.
@@ -241,7 +243,7 @@ class TrainingState:
         keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
         live = self._tensors()
         live[TRAINER] = {STEP: step, **random, **keeps}
-        read_into(live, reader, metadata)
+        read_into(live, reader, metadata, self._reading)
         for name, state in random.items():
             known[name].set_state(state)
         return int(step.item())
@@ -267,12 +269,37 @@ def generators_of(device: torch.device) -> dict[str, torch.Generator]:
     return found
 
 
-def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
+class ReadPlan:
+    """DCP's plan of what a rank reads of a checkpoint: kept for another that is laid out alike.
+
+    To plan takes longer than to read where tensors are many and small.
+    """
+
+    def __init__(self) -> None:
+        self._for: tuple[Metadata, list[tuple[str, torch.Size, torch.dtype]]] | None = None
+        self._plan: LoadPlan | None = None
+
+    def of(
+        self, target: Mapping[str, Tensor], metadata: Metadata, planner: LoadPlanner
+    ) -> LoadPlan:
+        """Return the plan for this rank's tensors of `target`, as `planner` makes it."""
+        layout = [(name, each.shape, each.dtype) for name, each in target.items()]
+        if self._plan is None or self._for != (metadata, layout):
+            self._for, self._plan = (metadata, layout), planner.create_local_plan()
+        return self._plan
+
+
+def read_into(
+    target: NamedTensors,
+    reader: StorageReader,
+    metadata: Metadata,
+    plan: ReadPlan | None = None,
+) -> None:
     """Read this rank's part of `target` in place; collective only if `reader` locates.
 
-    DCP's planner cuts what this layout needs out of what any layout wrote. `dcp.load` would add
-    three object collectives to agree on plans that do not depend on each other, and falls back to
-    other pickles on an error.
+    DCP's planner cuts what this layout needs out of what any layout wrote; `plan` may have it from
+    an earlier call with the same tensors. `dcp.load` would add three object collectives to agree on
+    plans that do not depend on each other, and falls back to other pickles on an error.
     """
     flat = flat_names(target)
     if isinstance(reader, LocatingReader):
@@ -280,6 +307,6 @@ def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    local = reader.prepare_local_plan((plan or ReadPlan()).of(flat, metadata, planner))
+    local = reader.prepare_global_plan(planner.create_global_plan([local]))[0]
+    reader.read_data(planner.finish_plan(local), planner).wait()

@@ -125,6 +125,22 @@ class Engine:
                     param.grad = torch.zeros_like(param)
         return loss_sum
 
+    def empty_step(self, micro_batches: int) -> None:
+        """Run forward and backward of zeros, parameters too: what first steps alone do is done.
+
+        Gradients stay, of no meaning.
+        """
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()  # what memory held may be no number, or a slow one
+        train, data = self._config.train, self._config.data
+        size = train.micro_batch, train.seq_len // self.layout.cp
+        tokens = torch.zeros(size, dtype=torch.int64, device=self._device)
+        batch = MicroBatch(tokens, tokens, tokens if data.packed else None)
+        checks, self._checks_gradients = self._checks_gradients, False
+        self.forward_backward([batch] * micro_batches, 1)
+        self._checks_gradients = checks
+
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """Return the token losses this rank is to count of a global batch, without gradients.
 

@@ -32,6 +32,7 @@ from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.offload import offload_of
 from elastic_trainer.state.restore import restore_from
 from elastic_trainer.state.save import CheckpointPolicy
+from elastic_trainer.state.snapshot_restore import load_newest
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.heartbeat import Request
@@ -173,6 +174,23 @@ class Session:
             group=Collective(self._grid("saves")),
         )
         return self._manager.restore()
+
+    def try_restore(self, state: TrainingState) -> None:
+        """Load what memory has just now, for its planning and first calls; collective.
+
+        Called beside the epoch that runs, whose images stay and may change meanwhile: what is
+        loaded is to be overwritten.
+        """
+        if self.who.place is not None:
+            group = Collective(self._grid("saves"))
+            load_newest(
+                state,
+                self.who.place,
+                group,
+                at_least=0,
+                allows=lambda _epoch, _step: True,
+                on_skip=lambda _step, _reason: None,
+            )
 
     def read_base(self, model: nn.Module, base: StartFrom) -> None:
         """Read the weights that adapters are beside; collective, before `restore`.

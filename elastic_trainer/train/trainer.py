@@ -106,14 +106,20 @@ class Trainer:
         policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=self.layout)
         self.session = Session(who, policy, self.device)
         self.step = 0
+        self._state: TrainingState | None = None
 
     def prepare(self, hold: Callable[[], None]) -> None:
         """Do what needs no state, before the epoch; `hold` returns once it has begun.
 
-        The model has no memory yet: the epoch that runs may need it.
+        On a GPU the model has no memory yet: the epoch that runs may need it. On a CPU a step and a
+        restore are tried, and none of their numbers stay.
         """
         self._init_process_group()
         self._build_model()
+        if self.device.type == "cpu":
+            self._allocate()
+            with torch.random.fork_rng(devices=[]):
+                self._try()
         hold()
         self.who = self.who.begun_now(os.environ)
         self.session.begin(self.who)
@@ -125,7 +131,8 @@ class Trainer:
             self._init_process_group()
             self._end_phase("process_group")
             self._build_model()
-        self._allocate()
+        if self._state is None:
+            self._allocate()
         self._end_phase("model")
         self._restore()
         self._end_phase("restore")
@@ -171,25 +178,41 @@ class Trainer:
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.overlaps = named.issuperset(self.model.state_dict())  # a forward may write to buffers
 
-    def _restore(self) -> None:
-        self.heartbeat.beat(section=Section.RESTORING)
+    def _try(self) -> None:
+        if self.overlaps:  # else a step would change buffers
+            self.engine.empty_step(self.rung.micro_batches)
+            square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.engine.layout.tp)
+            self.session.ranks.all_reduce(square_sum.cpu())
+            clip_gradients(self.model, 1.0, self.config.train.optimizer.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._state = self._state_to_restore()
+        self.session.try_restore(self._state)
+        # The model's values are always set, these only as far as what is restored has them.
+        for kept in self.guard.keeps.values():
+            kept.fill_(torch.nan)
+        for moments in self.optimizer.state.values():
+            for moment in moments.values():
+                moment.zero_()
+
+    def _state_to_restore(self) -> TrainingState:
         session, base = self.session, self.config.base
         self.guard = Guard(
             self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
         )
         if base is not None:
             session.read_base(self.model, base)
-            state: TrainingState = AdapterState(
+            return AdapterState(
                 self.model, (self.optimizer,), base.manifest_sha256, self.guard.keeps
             )
-        elif isinstance(self.config.model, Transformers) and self.config.model.lora is not None:
+        if isinstance(self.config.model, Transformers) and self.config.model.lora is not None:
             raise ModelError("HF335", "job.json names no base beside which adapters are trained")
-        else:
-            state = TrainingState(self.model, (self.optimizer,), self.guard.keeps)
-        restored = session.restore(
-            state,
-            ready=lambda: not self.feed.behind,
-        )
+        return TrainingState(self.model, (self.optimizer,), self.guard.keeps)
+
+    def _restore(self) -> None:
+        self.heartbeat.beat(section=Section.RESTORING)
+        state, session = self._state or self._state_to_restore(), self.session
+        restored = session.restore(state, ready=lambda: not self.feed.behind)
         if restored is None:
             torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
             initialise(self.model, self.config.train.seed)

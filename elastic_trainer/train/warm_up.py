@@ -24,7 +24,6 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.train.engine import Engine
-from elastic_trainer.train.feed import MicroBatch
 from elastic_trainer.train.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 from elastic_trainer.train.trainer import device_of, load_config
 from elastic_trainer.worker.rank_grid import RankGrid
@@ -83,15 +82,9 @@ def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> N
         engine = Engine(config, rung, rank, device)
         engine.allocate()
         optimizer = build_optimizer(engine.model, config.train.optimizer)
-        with torch.no_grad():
-            for parameter in engine.model.parameters():
-                parameter.zero_()  # what memory held may be no number, or a slow one
         if layout.pp > 1:
             return  # the first step of a pipeline takes shapes from what its peers send
-        size = config.train.micro_batch, config.train.seq_len // layout.cp
-        tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        batch = MicroBatch(tokens, tokens, tokens if config.data.packed else None)
-        engine.forward_backward([batch], 1)
+        engine.empty_step(1)
         clip_gradients(engine.model, gradient_square_sum(engine.model).item(), 1.0)
         optimizer.step()
         if config.train.compile:
