@@ -55,6 +55,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train.main"])
 DEADLINE_S = 50.0
 MAX_GROUP = "TEST_MAX_GROUP"
+PREPARED = "TEST_PREPARED"
 
 SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=256)
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
@@ -181,6 +182,8 @@ class Run:
         """Ranks of a group that all connect: with two, eight workers are what thousands are."""
         self.number_faults = ""
         """What happens to the workers' numbers, as `nan@5`: see number_faults.py."""
+        self.prepared = False
+        """Whether workers are made ready as for an epoch that is known beforehand."""
         for name in ("events", "ledger", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
         if config.data.path == str(path / "text.txt"):
@@ -255,6 +258,7 @@ class Run:
             "HOLDFAST_ADDRESS": "127.0.0.1",
             number_faults.VARIABLE: self.number_faults,
             MAX_GROUP: str(self.max_group),
+            PREPARED: "1" if self.prepared else "",
         }
 
     def error_file(self, epoch: int, rank: int) -> Path:
@@ -328,7 +332,10 @@ def _work(env: dict[str, str], log: Path) -> None:
     rank_grid.MAX_GROUP = int(env[MAX_GROUP])
     code = 1
     try:
-        code = number_faults.main() if env.get(number_faults.VARIABLE) else train.main()
+        if env.get(number_faults.VARIABLE):
+            code = number_faults.main()
+        else:
+            code = train.main(hold=(lambda: None) if env[PREPARED] else None)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -217,3 +217,25 @@ def test_a_token_beyond_the_vocabulary_is_not_tried_again(tmp_path):
     message = refused(Run(tmp_path, make_config(tmp_path, ParallelLayout(dp=2), data=data)), 2)
     assert message.startswith(f"DataError: HF703 data.path: {path} ")
     assert "256" in message
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=str)
+def test_workers_that_were_prepared_train_as_others_do(tmp_path, layout):
+    """A step was tried before the first one: no weight, moment or number of it may stay."""
+    runs = []
+    for prepared in (False, True):
+        path = tmp_path / ("prepared" if prepared else "plain")
+        path.mkdir()
+        config = make_config(path, layout, steps=6, checkpoint={"every_steps": 3})
+        run = Run(path, config)
+        run.prepared = prepared
+        stop_after(run, 1, 2, 3)  # from initial values
+        run.train(2, 2)  # from storage
+        runs.append(run)
+    plain, prepared = runs
+    for key in ("loss", "grad_norm"):
+        assert plain.curve(key) == prepared.curve(key)
+    theirs = prepared.tensors()
+    for name, tensor in plain.tensors().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True)
