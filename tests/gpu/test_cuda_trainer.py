@@ -78,6 +78,15 @@ def test_saving_and_restoring_changes_nothing(tmp_path):
     assert same_state(parts, whole)
 
 
+def test_a_prepared_worker_trains_as_others_do(tmp_path):
+    plain = trained(tmp_path / "plain", steps=3)
+    (tmp_path / "prepared").mkdir()
+    prepared = Run(tmp_path / "prepared", config(tmp_path / "prepared", steps=3))
+    prepared.prepared = True
+    prepared.train(1, 1)
+    assert prepared.curve() == plain.curve()
+
+
 @needs_two
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_every_axis_agrees_with_one_gpu(degrees, tmp_path):
