@@ -8,7 +8,9 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
 
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
 the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
-without a step. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
+without a step. Holdfast alone: `drain` and `drain_two`, one node or two neighbours are asked to
+leave, and `swap`, a slow node gives its place to a spare: their seconds are those between the last
+step before and the first after; `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
 torch.compile on; `standby`, `standby_worker`, `standby_coordinator`, `standby_tp` and
 `standby_compile`, as `node` and the others with `elastic.standby` (`standby_compile` later, once
 they have warmed up); `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,10 +57,13 @@ from peers import (
     why_not,
 )
 
+from elastic_trainer.agent.stop_signals import LEAVE
 from elastic_trainer.record.events import Event
 from launcher.record.files import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4
+AFTER = 3
+"""Steps of the new epoch that a planned change is followed for."""
 ENDLESS = 100_000
 REPEATS = {"torchrun_default": 1}
 """3 otherwise."""
@@ -67,13 +73,13 @@ JOB = """
 name: recovery
 model: tiny
 layout: {{dp: auto, tp: {workers}}}
-cluster: {{nodes: 4, gpus_per_node: {workers}, gpu: cpu}}
+cluster: {{nodes: 4, spares: {spares}, gpus_per_node: {workers}, gpu: cpu}}
 train:
   {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none,
    compile: {compiled}}}
 data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
-elastic: {{min_nodes: 1, standby: {standby}}}
+elastic: {{min_nodes: 1, standby: {standby}, straggler: {straggler}}}
 """
 TRAINER = """
 name: recovery
@@ -100,6 +106,11 @@ class Case:
     """Hugging Face's Trainer, in place of the tiny model."""
     preload: str = "torch"
     """Of a Trainer; torch is anyway."""
+    drained: tuple[int, ...] = ()
+    """Nodes that are asked to leave after FAULT_STEP."""
+    spares: int = 0
+    planned: bool = False
+    """Whether the epoch that ends the case is formed though nothing failed."""
 
 
 CASES = {
@@ -113,7 +124,10 @@ CASES = {
     "standby_coordinator": Case(("kill-coordinator@15",), standby=True),
     "standby_tp": Case(("kill-node:2@15",), workers=2, standby=True),
     "standby_compile": Case(("kill-node:2@45",), compiled=True, standby=True, steps=52),
-    "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS),
+    "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS, planned=True),
+    "drain": Case((), steps=ENDLESS, drained=(2,), planned=True),
+    "drain_two": Case((), steps=ENDLESS, drained=(1, 2), planned=True),
+    "swap": Case(("slow-worker:1@15",), steps=ENDLESS, spares=1, planned=True),
     "trainer": Case(("kill-worker:1@15",), trainer=True, preload=PRELOAD),
     "trainer_imports": Case(("kill-worker:1@15",), trainer=True),
 }
@@ -159,6 +173,8 @@ def write_job(folder: Path, case: Case) -> Path:
         workers=case.workers,
         compiled=str(case.compiled).lower(),
         standby=str(case.standby).lower(),
+        spares=case.spares,
+        straggler="swap" if case.spares else "report",
         examples=ROOT / "examples",
         preload=case.preload,
     )
@@ -178,8 +194,8 @@ def holdfast(name: str, folder: Path) -> Run:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
-            if case.steps == ENDLESS:
-                stop_once_grown(running, folder / "run")
+            if case.planned:
+                stop_once_changed(running, folder / "run", case)
             out, said = running.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
             running.kill()  # its agents die with it
@@ -193,14 +209,19 @@ def holdfast(name: str, folder: Path) -> Run:
     return run_of(name, json.loads(out), record.events)
 
 
-def stop_once_grown(running: subprocess.Popen[str], run_dir: Path) -> None:
-    """Ask `running` to end after the first step of an epoch that has more nodes than before."""
+def stop_once_changed(running: subprocess.Popen[str], run_dir: Path, case: Case) -> None:
+    """Ask nodes to leave, if the case says so; end `running` some steps into the new epoch."""
     record, deadline = RunRecord(run_dir), time.monotonic() + RUN_S
+    asked = False
     while running.poll() is None:
         record.poll()
-        formed = [e for e in record.events if e.event == "epoch.formed"]
-        grown = {e.epoch for e in formed if e.fields.get("reason") == "growth"}
-        if any(e.event == "step.completed" and e.epoch in grown for e in record.events):
+        steps = [e for e in record.events if e.event == "step.completed"]
+        if case.drained and not asked and len(steps) >= FAULT_STEP:
+            asked = True
+            for node in case.drained:
+                os.kill(agent_of(run_dir, node), signal.Signals[LEAVE])
+        change = planned_change(record.events, case)
+        if change is not None and sum(e.epoch == change[2].epoch for e in steps) >= AFTER:
             running.send_signal(signal.SIGINT)
             return
         if time.monotonic() > deadline:
@@ -208,23 +229,53 @@ def stop_once_grown(running: subprocess.Popen[str], run_dir: Path) -> None:
         time.sleep(0.05)
 
 
+def agent_of(run_dir: Path, node: int) -> int:
+    """Return the process of a node's agent."""
+    lines = (run_dir / "nodes" / f"node{node}.jsonl").read_text(encoding="utf-8").splitlines()
+    events = filter(None, map(Event.decode, lines))
+    return int([e for e in events if e.event == "agent.started"][-1].fields["pid"])
+
+
+def planned_change(events: Sequence[Event], case: Case) -> tuple[Event, Event, Event] | None:
+    """Return what began a change that was known beforehand, the step before it and that after it.
+
+    None: it is not over.
+    """
+    begin = "member.leaving" if case.drained else "fault.injected"
+    ordered = sorted(events, key=lambda e: e.t_unix)
+    begun = [e for e in ordered if e.event == begin]
+    if len(begun) < len(case.drained or case.faults):
+        return None
+    formed = [e for e in ordered if e.event == "epoch.formed" and e.t_unix > begun[-1].t_unix]
+    if not formed:
+        return None
+    steps = [e for e in ordered if e.event == "step.completed"]
+    after = [e for e in steps if e.epoch == formed[0].epoch]
+    before = [e for e in steps if e.epoch is not None and e.epoch < (formed[0].epoch or 0)]
+    return (begun[-1], before[-1], after[0]) if after else None
+
+
 def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Run:
     """Read a run's summary, and what its events say that is compared."""
+    case, steps = CASES[name], completed(events)
     injected = [e.t_unix for e in events if e.event == "fault.injected"]
-    seen = account(name, completed(events), injected[-1]) if injected else None
-    run = seen or Run(None)
-    if injected:
-        times = sorted(step.t for step in completed(events) if step.t <= injected[-1])
-        run.step = median([later - earlier for earlier, later in pairwise(times[-10:])])
-    run.redone = summary["steps_redone"]
-    run.committed_redone = summary["committed_steps_redone"]
-    if name == "growth":
-        pauses = [growth["pause_s"] for growth in summary["growths"]]
-        run.seconds = pauses[0] if pauses else None
+    run = Run(None)
+    if injected and name not in ("drain", "drain_two", "swap"):
+        run = account(name, steps, injected[-1]) or run
+    if case.planned:
+        change = planned_change(events, case)
+        begun = None if change is None else change[0].t_unix
+        run.seconds = None if change is None else change[2].t_unix - change[1].t_unix
+        run.gap = run.gap or run.seconds
     else:
+        begun = injected[-1] if injected else None
         failure = next(f for f in summary["failures"] if f["injected"])
         run.seconds = failure["recovered_s"]
         run.phases = {**failure["phases"], "other": failure["other_s"]}
+    times = sorted(step.t for step in steps if begun is not None and step.t <= begun)
+    run.step = median([later - earlier for earlier, later in pairwise(times[-10:])])
+    run.redone = summary["steps_redone"]
+    run.committed_redone = summary["committed_steps_redone"]
     return run
 
 
