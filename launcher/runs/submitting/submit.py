@@ -30,7 +30,7 @@ from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_forei
 from launcher.runs.checkpoints.start_from import base_of, corpus_pin, model_warnings, start_from
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
-from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
+from launcher.runs.submitting.asking import ask_with_ledger, check_live, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, note_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
@@ -129,7 +129,9 @@ def prepare(
         for each in values
     ]
     spec = specs[0]
-    seen = _looked_at(specs) if look else []
+    seen: list[Problem] = []
+    for each in specs if look else ():
+        seen = check_live(each, each.folder)
     for each in specs:
         each.remember(base=base_of(each))
     tasks = [(each, plan(each)) for each in specs]
@@ -164,16 +166,6 @@ def prepare(
         code=code,
         environment=_environment(spec, platform, look=look),
     )
-
-
-def _looked_at(specs: Sequence[JobSpec]) -> list[Problem]:
-    """See that what jobs name is on this machine; return what of it may not be meant."""
-    seen: list[Problem] = []
-    for spec in specs:
-        seen = live_problems(spec, spec.folder)
-        if problems := [one for one in seen if not one.is_warning]:
-            raise UserError.many(problems)
-    return seen
 
 
 def _rendered_array(
