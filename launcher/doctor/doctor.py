@@ -86,7 +86,7 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
         UserError: HF613 the record cannot be read.
     """
     found = []
-    record = _record(run_dir)
+    record = RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS)
     record.poll()
     for failure in failures(record.events, epochs(record.events), lost_kind(run_dir)):
         of, action = failure.signature.of, failure.signature.action
@@ -109,11 +109,6 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _record(run_dir: Path) -> RunRecord:
-    """Return a record of what tells of failures."""
-    return RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS)
 
 
 def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]:
@@ -244,7 +239,8 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     """Return what the agents of the run recorded."""
-    record, file = _record(run_dir), str(run_dir / "events")
+    record = RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS)
+    file = str(run_dir / "events")
     try:
         record.poll()
     except UserError as error:
