@@ -7,13 +7,12 @@ are pure.
 from __future__ import annotations
 
 import enum
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.record.events import Event
-from elastic_trainer.storage.files import of_each, open_regular
+from elastic_trainer.storage.files import of_each, read_end
 
 WRITER: Final = "script-"
 """A node's name follows: `events/script-<node>.jsonl`."""
@@ -131,7 +130,8 @@ def newest_step(run_dir: Path) -> int | None:
 def newest_shown(run_dir: Path) -> Shown | None:
     """Return what a run's script has shown last, in any attempt; None: nothing."""
     files = (run_dir / "events").glob(f"{WRITER}*.jsonl")
-    events = (Event.decode(line) for lines in of_each(files, _tail) for line in lines)
+    ends = of_each(files, lambda path: read_end(path, _TAIL_BYTES))
+    events = (Event.decode(line) for end in ends for line in end.splitlines())
     shown = [
         event
         for event in events
@@ -140,10 +140,3 @@ def newest_shown(run_dir: Path) -> Shown | None:
     if not shown:
         return None
     return Shown.of(max(shown, key=lambda each: (each.epoch or 0, each.step, each.t_unix)))
-
-
-def _tail(path: Path) -> list[str]:
-    """Return the last lines of a file; the outer two may be torn."""
-    with open_regular(path) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace").splitlines()

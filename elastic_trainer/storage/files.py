@@ -207,6 +207,17 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES, *, flags: int = 0)
         return file.read()
 
 
+def read_end(path: Path, num_bytes: int) -> str:
+    """Return the last `num_bytes` of a plain file as text; its first line may be cut.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read().decode(errors="replace")
+
+
 def of_each(
     items: Iterable[_Item], read: Callable[[_Item], _Read], name: Callable[[_Item], object] = str
 ) -> Iterator[_Read]:

@@ -239,10 +239,8 @@ def works_of(dump: bytes, rank: int) -> list[TimedOut]:
 
 def _recorded(run_dir: Path, number: int, unread: list[str]) -> AgentsRecord:
     """Return what the agents of the run recorded."""
-    record, file = (
-        RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS),
-        str(run_dir / "events"),
-    )
+    record = RunRecord(run_dir, without=_OF_NO_FAILURE, next_to=_STEPS)
+    file = str(run_dir / "events")
     try:
         record.poll()
     except UserError as error:

@@ -19,7 +19,7 @@ from elastic_trainer.record.failures import (
     one_line,
 )
 from elastic_trainer.record.signatures import signature_of
-from elastic_trainer.storage.files import open_regular
+from elastic_trainer.storage.files import read_end
 from launcher.doctor.doctor import run_failures
 from launcher.platforms.base import EXIT_INTERRUPTED, EXIT_LOST, JobState
 from launcher.record import stop_request
@@ -291,10 +291,6 @@ def _last_seen(status: RunStatus, now_unix: float) -> list[str]:
 def _tail(path: Path, num_lines: int = _TAIL_LINES) -> list[str]:
     """Return the last lines of a log, read from its end; none where it cannot be read."""
     try:
-        with open_regular(path) as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 200 * num_lines))
-            text = file.read().decode("utf-8", errors="replace")
+        return read_end(path, 200 * num_lines).splitlines()[-num_lines:]
     except OSError:
         return []
-    return text.splitlines()[-num_lines:]

@@ -43,7 +43,7 @@ from launcher.runs.checkpoints.start_from import base_of, corpus_pin, model_warn
 from launcher.runs.reports.data import audit_ledger, write_summary
 from launcher.runs.run_dir import check_run_dir
 from launcher.runs.runs import StoredRun
-from launcher.runs.submitting.asking import live_problems
+from launcher.runs.submitting.asking import check_live
 from launcher.runs.watching.run_status import RunStatus
 from launcher.runs.watching.screen import View
 from launcher.spec.errors import Problem, UserError
@@ -125,9 +125,7 @@ def prepare_new(
             "use gpu: cpu (as in --set cluster.gpu=cpu), or submit the job to a real cluster",
         )
     folder = job.absolute().parent
-    found = live_problems(spec, folder)
-    if problems := [each for each in found if not each.is_warning]:
-        raise UserError.many(problems)
+    found = check_live(spec, folder)
     spec.remember(base=base_of(spec))
     run_id = f"{spec.name}-{stamp}"
     directory = (run_dir or Path("runs") / run_id).absolute()

@@ -27,8 +27,8 @@ from elastic_trainer.board.open_board import read_board
 from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
 from elastic_trainer.storage.files import (
     of_each,
-    open_regular,
     publish,
+    read_end,
     read_json,
     read_regular,
     write_json,
@@ -159,9 +159,8 @@ class Attempt:
     def last_words(self, nodes: Iterable[str]) -> str:
         """Return the last lines of the first log of these nodes that has any, as one line."""
         for node in nodes:
-            with contextlib.suppress(OSError), open_regular(self.logs / f"{node}.log") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-                lines = file.read().decode(errors="replace").split("\n")
+            with contextlib.suppress(OSError):
+                lines = read_end(self.logs / f"{node}.log", _LAST_BYTES).split("\n")
                 if said := [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]:
                     return f"{node}: {'; '.join(said)}"
         return ""

@@ -27,7 +27,7 @@ from elastic_trainer.record.failures import (
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
-from elastic_trainer.storage.files import publish, read_json, read_regular, write_atomic
+from elastic_trainer.storage.files import publish, read_end, read_json, read_regular, write_atomic
 from launcher.node.agent import STOPS, TAKEN, AgentProcess, Wait, agent_command, taken_signals
 from launcher.node.attempt import Attempt, await_board, board_of, live_lease, say
 from launcher.node.batch import decide, note_begin, note_end, read_config
@@ -557,8 +557,6 @@ def _newest(state: BoardState) -> tuple[int, int]:
 def _tail(path: Path) -> list[str]:
     """Return the last lines of a file, if it exists."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()
+        return read_end(path, TAIL_BYTES).splitlines()
     except FileNotFoundError:
         return []

@@ -341,6 +341,30 @@ def _attention(
     return forward, 3.5 * forward  # five products in backward, two in forward
 
 
+def _launches(
+    layer: _Layer, more: float, machine: Hardware, stack: Stack, computed_s: float
+) -> tuple[float, float]:
+    """Return the seconds in which a GPU waits for kernels: in a layer, and at the ends.
+
+    `more` kernels are launched for a layer's shards, `computed_s` is what a layer takes otherwise.
+    """
+    launch = layer.launches + more * machine.launch_s
+    at_ends = (stack.end_kernels + 2 * more) * machine.launch_s
+    if machine.overlaps:
+        launch = max(0.0, launch - computed_s)
+        at_ends = max(0.0, at_ends - layer.head - layer.loss)
+    return launch, at_ends
+
+
+def _slowest_rank(
+    work: Workload, pp: int, stack: Stack, chunk_s: float, end_s: float
+) -> tuple[int, int]:
+    """Return the layers, `chunk_s` each, and the heads, `end_s`, of the rank with most work."""
+    ends = end_weight(work.shape) if stack.balanced else 0.0
+    most, last = _layers_of_ranks(work.shape.num_layers, pp, work.interleave, ends)
+    return (last, 1) if last * chunk_s + end_s >= most * chunk_s else (most, 0)
+
+
 @lru_cache(maxsize=4096)
 def _layers_of_ranks(num_layers: int, pp: int, interleave: int, end: float) -> tuple[int, int]:
     """Return the layers of the pipeline rank that has most, and of the last one."""
@@ -428,11 +452,7 @@ def step_time(
     chunk = busy + tp_s + cp_s + ep_s
     by_layer = stack.zero == 3 and pp == 1  # a pipeline keeps what it has gathered
     more = stack.shard_kernels * (by_layer and shards > 1) + stack.tp_kernels * (tp > 1)
-    launch = layer.launches + more * machine.launch_s
-    end_launch = (stack.end_kernels + 2 * more) * machine.launch_s
-    if machine.overlaps:
-        launch = max(0.0, launch - chunk)
-        end_launch = max(0.0, end_launch - layer.head - layer.loss)
+    launch, end_launch = _launches(layer, more, machine, stack, chunk)
     chunk += launch
 
     gathered = (2 if work.precision == "bf16" else 4) if stack.zero else reduced
@@ -445,10 +465,8 @@ def step_time(
         dp_layer = left(links.shared(moved, per_replica), chunk)
         chunk += dp_layer
 
-    ends = end_weight(work.shape) if stack.balanced else 0.0
-    most, last = _layers_of_ranks(work.shape.num_layers, pp, work.interleave, ends)
     at_end = layer.head + layer.loss + end_launch
-    layers, heads = (last, 1) if last * chunk + at_end >= most * chunk else (most, 0)
+    layers, heads = _slowest_rank(work, pp, stack, chunk, at_end)
     stage = layers * chunk + heads * at_end
     bubble = (work.shape.num_layers * chunk + at_end - stage) / work.interleave
     p2p = 0.0

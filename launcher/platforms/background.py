@@ -46,6 +46,12 @@ class Mark:
     """Clock ticks since boot: process ids are reused."""
     host: str
 
+    @classmethod
+    def of_this_process(cls, job: str) -> Mark:
+        """Return the mark of this launcher of `job`."""
+        pid = os.getpid()
+        return cls(job, pid, start_ticks(pid), socket.gethostname())
+
     @property
     def is_here(self) -> bool:
         """Whether the process is on this machine, so that we can see it."""

@@ -27,8 +27,6 @@ def retried(
     call: Callable[[], _Result],
     *,
     for_s: float,
-    first_wait_s: float = 0.5,
-    longest_wait_s: float = 10.0,
     only: type[TemporaryError] = TemporaryError,
     but_not: tuple[type[TemporaryError], ...] = (),
     sleep: Callable[[float], None] = time.sleep,
@@ -36,17 +34,16 @@ def retried(
     """Return what `call` returns, repeating it after a TemporaryError.
 
     No new try begins `for_s` seconds after the first began. Waits are random, so that many users of
-    one busy controller do not come back together; their longest length doubles from `first_wait_s`
-    to `longest_wait_s`. An error with `retry_after_s` is waited for so long instead. Only errors of
-    type `only` are repeated, and not those of `but_not`, such as after a call that may have taken
-    effect.
+    one busy controller do not come back together; their longest length doubles from 0.5 s to 10 s.
+    An error with `retry_after_s` is waited for so long instead. Only errors of type `only` are
+    repeated, and not those of `but_not`, such as after a call that may have taken effect.
 
     Raises:
         TemporaryError: the last one, when time was up.
     """
     import tenacity
 
-    random = tenacity.wait_random_exponential(multiplier=first_wait_s, max=longest_wait_s)
+    random = tenacity.wait_random_exponential(multiplier=0.5, max=10.0)
 
     def wait(state: tenacity.RetryCallState) -> float:
         asked_for: float | None = getattr(_error_of(state), "retry_after_s", None)

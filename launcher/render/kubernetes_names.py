@@ -112,6 +112,6 @@ def pod_run_dir(*, mount: str, run_id: str, run_dir: str) -> str:
     return f"{mount}/{run_id}"
 
 
-def labels_of(name: str, *, attempt: int = 0) -> dict[str, str]:
+def labels_of(name: str) -> dict[str, str]:
     """Return the labels that everything of a run has."""
-    return {RUN_LABEL: name, ATTEMPT_LABEL: str(attempt), MANAGED_LABEL: "holdfast"}
+    return {RUN_LABEL: name, ATTEMPT_LABEL: "0", MANAGED_LABEL: "holdfast"}

@@ -13,7 +13,6 @@ import grp
 import json
 import os
 import pwd
-import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +29,7 @@ from elastic_trainer.storage.files import (
     write_atomic,
 )
 from elastic_trainer.storage.storage_probe import StorageError, probe_storage
-from elastic_trainer.storage.typed import parse_json
-from launcher.platforms.background import MARK as _LIVE
-from launcher.platforms.local import start_ticks
+from launcher.platforms.background import MARK, Mark, read_mark
 from launcher.record.files import present_record
 from launcher.record.status import TrainingStatus
 from launcher.spec.errors import UserError, Where, writing
@@ -210,12 +207,12 @@ def live_mark(run_dir: Path, job_id: str) -> Iterator[None]:
     Raises:
         UserError: HF615 a live launcher has put its own.
     """
-    pid, path = os.getpid(), run_dir / _LIVE
-    mine = {"job": job_id, "pid": pid, "started": start_ticks(pid), "host": socket.gethostname()}
-    if not publish(path, json.dumps(mine).encode()):
+    path = run_dir / MARK
+    mine = json.dumps(dataclasses.asdict(Mark.of_this_process(job_id))).encode()
+    if not publish(path, mine):
         refuse_if_live(run_dir)
         path.unlink(missing_ok=True)
-        if not publish(path, json.dumps(mine).encode()):
+        if not publish(path, mine):
             refuse_if_live(run_dir)
             raise UserError("HF615", f"another launcher has just started on {run_dir}")
     try:
@@ -230,15 +227,11 @@ def refuse_if_live(run_dir: Path) -> None:
     Raises:
         UserError: HF615 one does; it is named.
     """
-    try:
-        mark = parse_json(read_regular(run_dir / _LIVE))
-        pid, started = int(mark["pid"]), mark["started"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if mark.get("host") == socket.gethostname() and start_ticks(pid) == started is not None:
+    mark = read_mark(run_dir)
+    if mark is not None and mark.is_here and mark.lives:
         raise UserError(
             "HF615",
-            f"{run_dir} has a live job already: {mark.get('job')} (process {pid}); "
+            f"{run_dir} has a live job already: {mark.job} (process {mark.pid}); "
             "stop it first, or start another run",
         )
 

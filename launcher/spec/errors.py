@@ -202,16 +202,14 @@ def advice(loss: str, say: Callable[[str], object] = _LOG.warning) -> Iterator[N
 
 
 @contextmanager
-def writing(
-    what: object, fix: str = "make room, or grant the permission", code: str = "HF612"
-) -> Iterator[None]:
+def writing(what: object, fix: str = "make room, or grant the permission") -> Iterator[None]:
     """Say of an OSError that `what`, something of the run, cannot be written, and how to fix it.
 
     Raises:
-        UserError: `code`.
+        UserError: HF612.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(code, f"{what} cannot be written: {reason}; {fix}") from error
+        raise UserError("HF612", f"{what} cannot be written: {reason}; {fix}") from error

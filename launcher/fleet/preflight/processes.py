@@ -144,10 +144,10 @@ def ancestors(pid: int, proc: Path = Path("/proc")) -> frozenset[int]:
     return frozenset(found)
 
 
-def mapped_segments(shm: str, proc: Path = Path("/proc")) -> frozenset[str]:
+def mapped_segments(shm: str) -> frozenset[str]:
     """Return the names in `shm` that one's own processes have mapped or open."""
     found = set()
-    for folder in proc.iterdir():
+    for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
         try:

@@ -208,19 +208,10 @@ class KubernetesApi:
         """
         from kubernetes.client.exceptions import ApiException
 
-        limits = (self._patience.connect_s, self._patience.read_s)
         call = Call(verb=method, resource=Resource("v1", path), namespace="", server=self.server)
         with self._failures(call):
             try:
-                found = self._dynamic.request(
-                    method,
-                    path,
-                    body=body,
-                    header_params={"Accept": _JSON},
-                    content_type=_JSON,
-                    serialize=False,
-                    _request_timeout=limits,
-                )
+                found = self._begin(method, path, body=body)
                 status, data = int(found.status), bytes(found.read())
                 found.release_conn()
             except ApiException as error:
@@ -321,31 +312,34 @@ class KubernetesApi:
             answer.release_conn()
         return data.decode("utf-8", errors="replace")
 
-    def _send(
+    def _send(self, method: str, call: Call, **options: Any) -> Any:
+        """Send one request, as `_begin` does; return urllib3's response, unread."""
+        path = call.resource.path(call.namespace, "" if method == "POST" else call.name)
+        with self._failures(call):
+            return self._begin(method, path, **options)
+
+    def _begin(
         self,
         method: str,
-        call: Call,
+        path: str,
         *,
         query: _Query = (),
-        body: Object | None = None,
+        body: Mapping[str, Any] | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
         read_s: float | None = None,
     ) -> Any:
-        """Send one request; return urllib3's response, unread. `read_s` is the longest silence."""
-        name = "" if method == "POST" else call.name
-        limits = (self._patience.connect_s, read_s or self._patience.read_s)
-        with self._failures(call):
-            return self._dynamic.request(
-                method,
-                call.resource.path(call.namespace, name),
-                body=body,
-                query_params=list(query),
-                header_params={"Accept": accept},
-                content_type=content_type,
-                serialize=False,
-                _request_timeout=limits,
-            )
+        """Send one request, with the client's own errors; `read_s` is the longest silence."""
+        return self._dynamic.request(
+            method,
+            path,
+            body=body,
+            query_params=list(query),
+            header_params={"Accept": accept},
+            content_type=content_type,
+            serialize=False,
+            _request_timeout=(self._patience.connect_s, read_s or self._patience.read_s),
+        )
 
     @contextlib.contextmanager
     def _failures(self, call: Call) -> Iterator[None]:

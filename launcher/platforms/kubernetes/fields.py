@@ -81,12 +81,12 @@ def _in_64_bits(text: str) -> int | None:
     return int(text) if len(text) < 20 else None
 
 
-def well_typed(thing: Object, where: str = "an object") -> Object:
+def well_typed(thing: Object) -> Object:
     """Take out of an object, or of a list of some, what its readers do not expect; return it.
 
     Which object and which field is said, once a process. A list's objects have names.
     """
-    _take_out(thing, _SHAPE, where)
+    _take_out(thing, _SHAPE, "an object")
     if "items" in thing:
         thing["items"] = [one for one in thing["items"] if (one.get("metadata") or {}).get("name")]
     return thing

@@ -153,6 +153,18 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
     return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
 
 
+def check_live(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
+    """Return what of `live_problems` does not keep the job from running.
+
+    Raises:
+        UserError: what does.
+    """
+    found = live_problems(spec, base_dir)
+    if problems := [each for each in found if not each.is_warning]:
+        raise UserError.many(problems)
+    return found
+
+
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     for key, written in spec.data_paths.items():
         path = Path(resolve(written, base_dir))

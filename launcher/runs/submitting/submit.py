@@ -30,7 +30,7 @@ from launcher.runs.checkpoints.commits import check_checkpoint_dir, refuse_forei
 from launcher.runs.checkpoints.start_from import base_of, corpus_pin, model_warnings, start_from
 from launcher.runs.fetching import fetched
 from launcher.runs.runs import SWEEP, StoredRun, current_job, find_runs, note_submitted
-from launcher.runs.submitting.asking import ask_with_ledger, live_problems, prepare_ledger
+from launcher.runs.submitting.asking import ask_with_ledger, check_live, prepare_ledger
 from launcher.runs.submitting.environment import Environment, describe, note_environment
 from launcher.runs.submitting.freeze import (
     CodeFiles,
@@ -122,7 +122,6 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
-    renderer, array_renderer = platform.load_renderer(), platform.load_sweep_renderer()
     look = look and not platform.sees_other_paths
     values = sweep_tasks(sweep)
     specs = [
@@ -132,24 +131,17 @@ def prepare(
     spec = specs[0]
     seen: list[Problem] = []
     for each in specs if look else ():
-        seen = live_problems(each, each.folder)
-        if problems := [one for one in seen if not one.is_warning]:
-            raise UserError.many(problems)
+        seen = check_live(each, each.folder)
     for each in specs:
         each.remember(base=base_of(each))
-    plans = [plan(each) for each in specs]
+    tasks = [(each, plan(each)) for each in specs]
     run_id = f"{spec.name}-{stamp or time.strftime('%Y%m%d-%H%M%S')}"
     directory = (run_dir or Path("runs") / run_id).absolute()
     places = {"run_id": run_id, "run_dir": directory, "base_dir": spec.folder, "python": python}
-    if not sweep:
-        files = renderer(spec, plans[0], **places)
-    elif array_renderer is None:
-        message = f"--sweep: {target} runs no arrays; submit to slurm, or one run at a time"
-        raise UserError("HF205", message)
+    if sweep:
+        files = _rendered_array(tasks, target, places)
     else:
-        tasks = list(zip(specs, plans, strict=True))
-        _refuse_other_requests(tasks)
-        files = array_renderer(tasks, **places)
+        files = platform.load_renderer()(*tasks[0], **places)
     indices = _tasks(files)
     if start is not None:
         if platform.sees_other_paths:
@@ -170,10 +162,22 @@ def prepare(
         tasks=None
         if indices is None
         else dict(zip(indices, values if sweep else repeat({}), strict=False)),
-        warnings=(*plans[0].warnings, *seen, *(left_out(code.about) if code else ())),
+        warnings=(*tasks[0][1].warnings, *seen, *(left_out(code.about) if code else ())),
         code=code,
         environment=_environment(spec, platform, look=look),
     )
+
+
+def _rendered_array(
+    tasks: Sequence[tuple[JobSpec, Plan]], target: str, places: Mapping[str, Any]
+) -> Bundle:
+    """Return the files of an array's tasks, which have folders, and of the array itself."""
+    renderer = target_named(target).load_sweep_renderer()
+    if renderer is None:
+        message = f"--sweep: {target} runs no arrays; submit to slurm, or one run at a time"
+        raise UserError("HF205", message)
+    _refuse_other_requests(tasks)
+    return renderer(tasks, **places)
 
 
 def submit(
