@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 
 import pytest
+from at_once import at_once
 from corpora import corpus_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,12 +218,8 @@ def test_the_windows_do_not_depend_on_who_encodes(name, size, tmp_path, monkeypa
             path, "bytes", tmp_path / "cache", seq_len=160, cut_long=False, crew=crew
         )
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == size
+    ranks = iter(range(size))
+    at_once(size, lambda: work(next(ranks)))
     files = sorted(tmp_path.glob("cache/*/*"))
     assert sorted(told) == [(part + 1, len(files)) for part in range(len(files))]
     assert len(files) > 3 or name == "jsonl.gz"

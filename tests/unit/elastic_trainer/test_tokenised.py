@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import threading
 from pathlib import Path
 
 import pytest
+from at_once import at_once
 from corpora import corpus_of, raw_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,12 +171,8 @@ def test_the_tokens_do_not_depend_on_who_encodes(name, size, tmp_path, monkeypat
         crew = Crew(rank=rank, size=size, beat=beat, encoded=lambda *part: told.append(part))
         found[rank] = opened(file, tmp_path, format_of(name), crew=crew)
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == size
+    ranks = iter(range(size))
+    at_once(size, lambda: work(next(ranks)))
     for source in found.values():
         assert source.tokens[:].tolist() == expected(TEXTS)
         assert source.identity == found[0].identity
