@@ -27,6 +27,7 @@ from elastic_trainer.data.source import (
 )
 from elastic_trainer.data.text import read_text
 from elastic_trainer.data.tokenised import ALONE, Crew, read_tokenised
+from elastic_trainer.data.tokenizer import unreadable
 from elastic_trainer.plan.config import DataSection
 from elastic_trainer.plan.mix import Turns, shares_of
 from elastic_trainer.storage.examine import examine
@@ -275,10 +276,7 @@ def _examine_tokenizer(file: Path, vocab_size: int) -> None:
     try:
         found = examine_tokenizer(file, vocab_size)
     except OSError as error:
-        raise DataError(
-            f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
-            "use tokenizer: bytes"
-        ) from error
+        raise unreadable(error) from error
     for code, message in found:
         if code != "HF191":  # the launcher has warned
             raise DataError(f"{code} data.tokenizer: {message}")

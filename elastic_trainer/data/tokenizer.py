@@ -29,10 +29,15 @@ def fingerprint(tokenizer: str) -> str:
     try:
         return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     except OSError as error:
-        raise DataError(
-            f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
-            "use tokenizer: bytes"
-        ) from error
+        raise unreadable(error) from error
+
+
+def unreadable(error: OSError) -> DataError:
+    """Return what a tokenizer that cannot be read is refused with."""
+    return DataError(
+        f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
+        "use tokenizer: bytes"
+    )
 
 
 def load_tokenizer(tokenizer: str) -> Any | None:

@@ -80,7 +80,10 @@ def answer(raw: dict[str, Any]) -> Answer:
 
 
 def read(raw: Mapping[str, Any]) -> Any:
-    """Return transformers' config of a config.json, read from a file as `from_pretrained` does."""
+    """Return transformers' config of a config.json.
+
+    Only from a file is it read as the published ones are meant.
+    """
     from transformers import AutoConfig
 
     with TemporaryDirectory() as folder:

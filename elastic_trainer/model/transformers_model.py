@@ -6,14 +6,13 @@ transformers is imported where a model is built, not with this module: other job
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 from unittest import mock
 
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic_trainer.model.adapters import add_adapters, initial_values
 from elastic_trainer.model.decoder import CausalModel, ModelError, initial_rows
+from elastic_trainer.model.transformers_facts import read
 from elastic_trainer.plan.models import Transformers
 
 SMALL = 1 << 20
@@ -152,7 +152,7 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     """Return the class's instance, and by name how its parameters begin."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a worker asks the network for nothing
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, initialization
+        from transformers import AutoModelForCausalLM, initialization
     except ImportError as error:
         raise ModelError(
             "HF334",
@@ -163,10 +163,7 @@ def _made(shape: Transformers) -> tuple[Any, dict[str, InitialRule]]:
     attention = None if shape.attention == "sdpa" else shape.attention
     notes = _Notes()
     try:
-        # Only from a file is it read as the published ones are meant.
-        with TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(shape.config, encoding="utf-8")
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = read(json.loads(shape.config))
         with notes.taken(initialization), _large_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config,

@@ -95,6 +95,21 @@ class ConfigError(Exception):
         self.code = code
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the content of some `config.json`.
+
+    Raises:
+        ConfigError: HF021 not a JSON object.
+    """
+    try:
+        raw = parse_json(text)
+    except ValueError as error:
+        raise ConfigError("HF021", f"not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError("HF021", "not a JSON object; give a model's config.json")
+    return raw
+
+
 def parse_hf_config(text: str) -> ModelShape:
     """Return the shape that the text of a `config.json` describes.
 
@@ -105,13 +120,7 @@ def parse_hf_config(text: str) -> ModelShape:
         ConfigError: HF021 not JSON or incomplete; HF022 another architecture, or
             a feature that this trainer does not have, or a key that it does not know.
     """
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise ConfigError("HF021", f"not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("HF021", "not a JSON object; give a model's config.json")
-    raw = _text_alone(raw)
+    raw = _text_alone(parse_object(text))
     family = _family_of(raw)
     raw = _renamed(raw, family.hf_aliases)
     _check_keys(raw, family)

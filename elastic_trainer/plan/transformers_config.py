@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from elastic_trainer.plan.config import LoraSection
-from elastic_trainer.plan.hf_config import WITHOUT_EFFECT, ConfigError
+from elastic_trainer.plan.hf_config import WITHOUT_EFFECT, ConfigError, parse_object
 from elastic_trainer.plan.models import Lora, Transformers
 from elastic_trainer.storage.typed import build, parse_json
 
@@ -149,12 +149,7 @@ def read_config(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: HF021 it is not JSON, or has too many layers; HF022 it names no type of model.
     """
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise ConfigError("HF021", f"not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("HF021", "not a JSON object; give a model's config.json")
+    raw = parse_object(text)
     if not isinstance(raw.get("model_type"), str):
         raise ConfigError("HF022", "model_type is missing, so no class of transformers is named")
     if (layers := dimensions(raw).get("num_layers", 0)) > MOST_LAYERS:

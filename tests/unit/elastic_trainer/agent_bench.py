@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import test_zygote as t
@@ -22,6 +23,7 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     Report,
     WorkersReady,
+    WorkersRunning,
     WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import Task
@@ -34,6 +36,7 @@ from elastic_trainer.plan.ladder import Ladder
 from elastic_trainer.record.event_log import EventLog
 from elastic_trainer.record.events import Event
 
+R = TypeVar("R", bound=Report)
 ME = Member(agent_id="a1", node="n1", host="n1", address="127.0.0.2", port=1, workers=2)
 OTHER = Member(agent_id="a0", node="n0", host="n0", address="127.0.0.1", port=1, workers=2)
 
@@ -98,10 +101,15 @@ class ScriptedMembership:
         self._notices.put(notice)
         self._waker.wake()
 
-    def expect(self, kind: type[Report]) -> Report:
+    def expect(self, kind: type[R]) -> R:
         report = self._reports.get(timeout=t.DEADLINE_S)
         assert isinstance(report, kind), report
         return report
+
+    def begin(self, epoch: int, *members: Member) -> WorkersRunning:
+        """Form an epoch of `members`, and wait until this node's workers run."""
+        self.say(formed(epoch, *members))
+        return self.expect(WorkersRunning)
 
     def no_more_reports(self) -> None:
         assert self._reports.empty(), self._reports.get()

@@ -6,6 +6,8 @@ import array
 import struct
 from pathlib import Path
 
+import pytest
+
 from elastic_trainer.data import open_corpus
 from elastic_trainer.plan.config import DataSection
 
@@ -58,3 +60,14 @@ def shard(file, tokens, *, magic=20240520, version=1, letter="H", count=None):
     head[:3] = array.array("i", [magic, version, len(tokens) if count is None else count])
     Path(file).write_bytes(head.tobytes() + packed(letter, tokens))
     return file
+
+
+def write_table(file, table, *, rows=None):
+    """Write it in the format of the name: .parquet, .stream.arrow, or .arrow."""
+    pa = pytest.importorskip("pyarrow")
+    if file.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, file, row_group_size=rows)
+        return
+    make = pa.ipc.new_stream if file.name.endswith(".stream.arrow") else pa.ipc.new_file
+    with pa.OSFile(str(file), "wb") as out, make(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)

@@ -57,13 +57,10 @@ def adapted(kind="llama", targets=None, rank=4, **values):
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def alone(one_thread):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(before)
 
 
 def made(shape, seed=7):

@@ -61,8 +61,7 @@ def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train 3"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(4, OTHER, ME))
-        running = m.expect(WorkersRunning)
+        running = m.begin(4, OTHER, ME)
         assert (running.epoch, running.phases.keys()) == (4, {"fork"})
         assert m.expect(WorkersEnded) == WorkersEnded(epoch=4, finished=True, step=3)
         m.no_more_reports()
@@ -101,8 +100,7 @@ def test_each_local_rank_has_its_cpus(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train 1"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         m.expect(WorkersEnded)
         m.no_more_reports()
 
@@ -116,12 +114,10 @@ def test_saves_and_leaves_when_asked(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         m.say(AskWorkers(epoch=7, request=Request.STOP))  # of another epoch: not for them
         m.say(AskWorkers(epoch=0, request=Request.GROW))
         ended = m.expect(WorkersEnded)
-        assert isinstance(ended, WorkersEnded)
         assert not ended.finished
         assert ended.step >= 1
 
@@ -132,13 +128,11 @@ def test_an_aborted_epoch_is_killed_and_the_next_one_runs(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(1, OTHER, ME))
-        m.expect(WorkersRunning)
+        m.begin(1, OTHER, ME)
         m.say(EpochAborted(epoch=0, reason="an old one", victims=()))
         m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
         m.say(formed(0, OTHER, ME))  # late: fenced out
-        m.say(formed(2, ME))
-        running = m.expect(WorkersRunning)
+        running = m.begin(2, ME)
         assert (running.epoch, running.phases.keys()) == (2, {"fork", "kill_workers"})
         m.no_more_reports()
 
@@ -175,8 +169,7 @@ def test_an_epoch_does_not_run_before_the_start_of_all_its_workers_is_known(
     monkeypatch.setattr(ScriptedMembership, "report", noted)
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        assert m.expect(WorkersRunning).phases.keys() == {"fork"}
+        assert m.begin(0, ME).phases.keys() == {"fork"}
 
     bench.run(script)
     assert known == [True]
@@ -188,8 +181,7 @@ def test_a_spare_runs_nothing_until_it_is_a_member(bench: Bench) -> None:
     def script(m: ScriptedMembership) -> None:
         m.say(formed(1, OTHER, spares=(ME,)))
         m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
-        m.say(formed(2, ME))
-        m.expect(WorkersRunning)
+        m.begin(2, ME)
         m.expect(WorkersEnded)
 
     _, _, events = bench.run(script)
@@ -213,7 +205,6 @@ def test_the_first_failure_is_reported_and_the_rest_killed(
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert (failed.local_rank, failed.rank) == (1, 1)
         assert (failed.failure.kind, failed.failure.action) == (kind, action)
         assert detail in failed.failure.detail
@@ -234,7 +225,6 @@ def test_a_failure_says_whether_a_step_was_done_before(bench: Bench, stepped: bo
             m.expect(WorkersRunning)
             os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert failed.stepped is stepped
         assert m.stepped == ([3] if stepped else [])
 
@@ -249,7 +239,6 @@ def test_a_fault_of_a_gpu_names_the_gpu_of_the_worker(bench: Bench) -> None:
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert failed.failure.kind is Kind.NODE_FAULT
         assert uuids[1] in failed.failure.detail
         m.no_more_reports()
@@ -279,7 +268,6 @@ def test_a_failure_counts_although_another_worker_was_seen_to_end_well_with_it(
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert failed.rank == 1
         m.no_more_reports()
 
@@ -296,7 +284,6 @@ def test_a_consequence_waits_for_its_cause(bench: Bench) -> None:
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert (failed.rank, failed.failure.kind) == (1, Kind.CRASH)
         m.no_more_reports()
 
@@ -309,7 +296,6 @@ def test_a_consequence_alone_is_reported_soon(bench: Bench) -> None:
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert (failed.rank, failed.failure.kind) == (0, Kind.COLLATERAL)
 
     bench.run(script)
@@ -320,8 +306,7 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
     bench.env |= {"CHILD_ACT_0": "train", "CHILD_ACT_1": "stall 20"}
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         seen = m.expect(WorkersSeen)
         while not seen.hangs:  # the first warnings come before the limit
             assert seen.stalled
@@ -329,7 +314,6 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
         assert [view.idle_s > view.limit_s for view in seen.workers] == [False, True]
         assert [view.rank for view in seen.workers] == [0, 1]
         failed = m.expect(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
         assert (failed.local_rank, failed.step) == (1, 20)
         assert (failed.failure.kind, failed.failure.action) == (Kind.HANG, Action.RESTART)
         assert "0.3 s" in failed.failure.detail
@@ -347,14 +331,12 @@ def test_workers_say_how_far_they_are_in_their_collectives(bench: Bench) -> None
     bench.env |= {"CHILD_ACT": "train", "CHILD_FLIGHT": json.dumps({"entries": [entry]})}
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(3, OTHER, ME))
-        m.expect(WorkersRunning)
+        m.begin(3, OTHER, ME)
         looks: list[list[tuple[int, Mapping[str, Front]]]] = []
         since = time.monotonic()
         while not looks or not all(fronts for _, fronts in looks[-1]):
             m.say(ShowWorkers(epoch=3))
             seen = m.expect(WorkersSeen)
-            assert isinstance(seen, WorkersSeen)
             looks.append([(v.rank, v.fronts) for v in seen.workers])
         # One look may have caught them between two collectives.
         assert looks[0] == [(2, {}), (3, {})]
@@ -368,8 +350,7 @@ def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> 
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(3, OTHER, ME))
-        m.expect(WorkersRunning)
+        m.begin(3, OTHER, ME)
         pids = {rank: report["pid"] for rank, report in bench.reports().items()}
         os.kill(pids[3], signal.SIGSTOP)
         t.until(lambda: state_of(pids[3]) == "T", "not stopped")
@@ -405,7 +386,6 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
             t.until(lambda: len(bench.reports()) == 2, "not started")
             os.kill(bench.zygotes[0]._zygote.pid, signal.SIGKILL)
             failed = m.expect(WorkersFailed)
-            assert isinstance(failed, WorkersFailed)
             assert failed.epoch == epoch
             assert failed.failure.kind is Kind.COLLATERAL
             assert "SIGKILL" in failed.failure.detail
@@ -427,13 +407,11 @@ def test_a_directory_in_memory_that_is_removed_is_made_again(
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         (scratch,) = bench.tmp_path.glob("holdfast-*")
         shutil.rmtree(scratch)
         m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
-        m.say(formed(1, ME))
-        m.expect(WorkersRunning)
+        m.begin(1, ME)
         assert (scratch / "owner").is_file()
         assert (scratch / "snapshots").is_dir()
 
@@ -449,15 +427,13 @@ def test_a_zygote_that_dies_where_workers_have_run_is_not_held_against_the_node(
 
     def script(m: ScriptedMembership) -> None:
         for epoch in range(3):
-            m.say(formed(epoch, ME))
-            m.expect(WorkersRunning)
+            m.begin(epoch, ME)
             (workers,) = bench.zygotes
             before = workers._oom_kills()
             if of_memory:
                 monkeypatch.setattr(workers, "_oom_kills", lambda before=before: before + 1)
             os.kill(workers._zygote.pid, signal.SIGKILL)
             failed = m.expect(WorkersFailed)
-            assert isinstance(failed, WorkersFailed)
             assert failed.failure.kind is (Kind.OUT_OF_MEMORY if of_memory else Kind.COLLATERAL)
             (found,) = attribute([], [("n1", failed), ("n2", failed)][: 1 + of_memory], 2)
             assert found.node is None
@@ -500,13 +476,11 @@ def test_a_worker_that_ends_late_does_not_cost_the_node_its_place(
         return exits[1:], [*unreapable, os.getpid()]
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         with monkeypatch.context() as during:
             during.setattr(Workers, "kill_all", late)
             m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
-            m.say(formed(1, ME))
-            m.expect(WorkersRunning)
+            m.begin(1, ME)
 
     _, _, events = bench.run(script)
     assert [e.fields["stuck"] for e in named(events, "worker.unreapable")] == [False]
@@ -600,11 +574,9 @@ def test_torchelastics_events_and_metrics_are_told(bench: Bench, told: Told) -> 
     bench.env |= {"CHILD_ACT": "train", "CHILD_ACT_3": "raise all is lost"}
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(1, ME))
-        m.expect(WorkersRunning)
+        m.begin(1, ME)
         m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
-        m.say(formed(2, ME))
-        m.expect(WorkersRunning)
+        m.begin(2, ME)
         m.say(EpochAborted(epoch=2, reason="again", victims=("n0",)))
         m.say(formed(3, OTHER, ME))
         m.expect(WorkersFailed)
@@ -652,8 +624,7 @@ def test_a_handler_that_fails_costs_nothing_but_what_it_was_to_tell(
     told.fails = True
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(1, ME))
-        m.expect(WorkersRunning)
+        m.begin(1, ME)
         m.expect(WorkersEnded)
 
     assert bench.run(script)[0].code == 0
@@ -689,8 +660,7 @@ def test_scripts_without_heartbeats_run_as_soon_as_they_have_started(bench: Benc
     bench.config["watch_all"] = False
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         assert m.expect(WorkersEnded) == WorkersEnded(epoch=0, finished=True, step=0)
 
     _, _, events = bench.run(script)
@@ -703,12 +673,10 @@ def test_fork_to_main_is_quick(bench: Bench) -> None:
     said: list[float] = []
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         m.expect(WorkersEnded)
         said.append(time.monotonic())
-        m.say(formed(1, ME))
-        m.expect(WorkersRunning)
+        m.begin(1, ME)
         m.expect(WorkersEnded)
 
     bench.run(script)

@@ -88,7 +88,6 @@ def test_a_script_is_asked_by_sigterm(
         m.expect(WorkersRunning)
         m.say(AskWorkers(epoch=1, request=request_))
         report = m.expect(WorkersEnded)
-        assert isinstance(report, WorkersEnded)
         assert {"finished": report.finished, "saved": report.saved} == ended
 
     events = run(tmp_path, task, play, grace_s=1.0 if leaves == "stay" else 30.0)
@@ -105,10 +104,8 @@ def test_exit_code_91_that_nobody_has_asked_for_is_a_failure(tmp_path: Path) -> 
     task = Task(kind="script", target=str(tmp_path / "script.py"), count_steps=False)
 
     def play(m: a.ScriptedMembership) -> None:
-        m.say(a.formed(1, a.ME))
-        m.expect(WorkersRunning)
+        m.begin(1, a.ME)
         report = m.expect(WorkersFailed)
-        assert isinstance(report, WorkersFailed)
         assert (report.failure.kind, report.failure.action) == (Kind.CRASH, Action.RESTART)
 
     run(tmp_path, task, play)
@@ -137,7 +134,6 @@ def test_a_script_is_asked_by_the_signal_that_it_handles(tmp_path: Path) -> None
         m.expect(WorkersRunning)
         m.say(AskWorkers(epoch=1, request=Request.STOP))
         report = m.expect(WorkersEnded)
-        assert isinstance(report, WorkersEnded)
         assert report.saved
 
     events = run(tmp_path, task, play, stop_signal=signal.SIGUSR1)
@@ -249,8 +245,7 @@ def test_steps_count_from_the_beginning_of_the_training(
 
     def play(m: a.ScriptedMembership) -> None:
         for epoch, step in zip((4, 5), steps, strict=True):
-            m.say(a.formed(epoch, a.ME))
-            m.expect(WorkersRunning)
+            m.begin(epoch, a.ME)
             t.until(lambda step=step: newest_step(tmp_path) == step, f"no step {step}")
 
     run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
@@ -292,18 +287,13 @@ def test_of_two_nodes_the_one_with_rank_0_sees_a_restart_from_scratch(tmp_path: 
     shown_before(tmp_path, node="n0", epoch=1)
 
     def play(m: a.ScriptedMembership) -> None:
-        m.say(a.formed(1, a.OTHER, a.ME))
-        m.expect(WorkersRunning)
-        m.say(a.formed(2, a.ME, a.OTHER))
-        m.expect(WorkersRunning)
+        m.begin(1, a.OTHER, a.ME)
+        m.begin(2, a.ME, a.OTHER)
         t.until(lambda: of_script(tmp_path, "script.restarted", epoch=2), "no restart is seen")
-        m.say(a.formed(3, a.OTHER, a.ME))
-        m.expect(WorkersRunning)
+        m.begin(3, a.OTHER, a.ME)
         shown_before(tmp_path, node="n0", epoch=3, from_scratch=1)
-        m.say(a.formed(4, a.ME, a.OTHER))
-        m.expect(WorkersRunning)
+        m.begin(4, a.ME, a.OTHER)
         report = m.expect(WorkersFailed)
-        assert isinstance(report, WorkersFailed)
         assert "HF517" in report.failure.detail
         assert report.failure.action is Action.STOP
 
@@ -360,8 +350,7 @@ def test_restarts_from_scratch_count_on_from_one_attempt_to_the_next(
     shown_before(tmp_path, node="n7", epoch=3, from_scratch=before)
 
     def play(m: a.ScriptedMembership) -> None:
-        m.say(a.formed(4, a.ME))
-        m.expect(WorkersRunning)
+        m.begin(4, a.ME)
         if stops:
             m.expect(WorkersFailed)
         t.until(lambda: of_script(tmp_path, "script.restarted", epoch=4), "no restart is seen")
@@ -387,8 +376,7 @@ def test_a_script_that_ends_well_without_any_step_is_on_record(
         shown_before(tmp_path, node="n7", epoch=3)
 
     def play(m: a.ScriptedMembership) -> None:
-        m.say(a.formed(4, a.ME))
-        m.expect(WorkersRunning)
+        m.begin(4, a.ME)
         m.expect(WorkersEnded)
 
     shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
@@ -404,8 +392,7 @@ def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -
     task = Task(kind="command", target=sys.executable, args=("-c", code))
 
     def play(m: a.ScriptedMembership) -> None:
-        m.say(a.formed(1, a.ME))
-        m.expect(WorkersRunning)
+        m.begin(1, a.ME)
         assert m.expect(WorkersEnded) == WorkersEnded(epoch=1, finished=True, step=0)
 
     streams = {0: Streams(console=Std.ALL), 1: Streams(console=Std.OUT, prefix=Std.ALL)}

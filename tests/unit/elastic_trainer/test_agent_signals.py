@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import test_zygote as t
-from agent_bench import ME, Bench, ScriptedMembership, bench, formed, named
+from agent_bench import ME, Bench, ScriptedMembership, bench, named
 
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.notices import (
@@ -19,7 +19,6 @@ from elastic_trainer.agent.membership.notices import (
     LeaveAsked,
     StopAsked,
     WorkersEnded,
-    WorkersRunning,
 )
 from elastic_trainer.state.snapshots.image import file_name
 from elastic_trainer.worker.heartbeat import Heartbeat, Request
@@ -37,8 +36,7 @@ def test_a_signal_asks_for_a_stop_by_its_name_and_only_ctrl_c_later_leaves(
     monkeypatch.setattr("elastic_trainer.agent.agent.AGAIN_S", 0.5)
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         os.kill(os.getpid(), signal.Signals[first])
         assert m.expect(StopAsked) == StopAsked(reason=first, signal=first)
         for name in (first, "SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT"):
@@ -62,8 +60,7 @@ def test_a_hangup_that_is_ignored_stays_so(bench: Bench) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert m.expect(StopAsked) == StopAsked(reason="SIGUSR2")
@@ -74,26 +71,12 @@ def test_a_hangup_that_is_ignored_stays_so(bench: Bench) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_is_named_asks_for_a_stop_whatever_it_means_else(bench: Bench) -> None:
-    bench.env["CHILD_ACT"] = "train"
-    bench.config = {"stop_signals": {"SIGTERM", "SIGINT", "SIGUSR1"}}
-
-    def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert m.expect(StopAsked) == StopAsked(reason="SIGUSR1", signal="SIGUSR1")
-
-    bench.run(script)
-
-
 def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
     bench.config, me = {"leaves_alone": True}, replace(ME, host="machine-7")
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, me))
-        m.expect(WorkersRunning)
+        m.begin(0, me)
         os.kill(os.getpid(), signal.SIGTERM)
         assert m.expect(LeaveAsked) == LeaveAsked(reason="SIGTERM")
         os.kill(os.getpid(), signal.SIGUSR2)  # the whole job after all
@@ -110,8 +93,7 @@ def test_a_drained_node_leaves_alone_and_the_job_can_still_be_stopped(bench: Ben
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         os.kill(os.getpid(), signal.SIGRTMIN)
         assert m.expect(LeaveAsked) == LeaveAsked(reason="drained")
         os.kill(os.getpid(), signal.SIGTERM)  # the first of its kind: it saves
@@ -152,8 +134,7 @@ def test_a_node_that_leaves_serves_its_snapshots_until_they_are_freed(
     thread = threading.Thread(target=later)
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         m.say(JobStopped(code=92, reason="n1 is excluded", serves=True))
         assert m.closing.wait(t.DEADLINE_S)
         assert not asked.is_set(), "the coordinator sees the connection end first"
@@ -174,8 +155,7 @@ def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Ben
     def script(m: ScriptedMembership) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)  # none run yet
         t.until(lambda: len(named(bench.events(), "save.asked")) == 1, "not noted")
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         os.kill(os.getpid(), signal.SIGUSR1)
         t.until(lambda: len(named(bench.events(), "save.asked")) == 2, "not noted again")
         (workers,) = bench.zygotes
@@ -195,15 +175,14 @@ def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Ben
     assert len(asked) == 2
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", [pytest.param("SIGHUP", marks=pytest.mark.process), "SIGUSR1"])
 def test_a_signal_that_was_named_asks_for_a_stop(bench: Bench, name: str) -> None:
+    """Whatever it means else."""
     bench.env["CHILD_ACT"] = "train"
     bench.config = {"stop_signals": frozenset({"SIGTERM", "SIGINT", name})}
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
+        m.begin(0, ME)
         os.kill(os.getpid(), signal.Signals[name])
         assert m.expect(StopAsked) == StopAsked(reason=name, signal=name)
 

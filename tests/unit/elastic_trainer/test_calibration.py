@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.measured import Asked, EngineStep
@@ -21,13 +20,6 @@ from launcher.spec.profile import parse_profile
 ROOT = Path(__file__).parents[3]
 ASKED = Asked(nodes=("a",), workers=1, device="cpu", compiled=False, quick=True)
 PROBE = Probe(device=torch.device("cpu"), asked=ASKED)
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_rank_alone_measures_all_that_it_does(one_rank):

@@ -11,7 +11,7 @@ from datetime import timedelta
 import hostile_items as hostile
 import pytest
 import torch
-import torch.distributed as dist
+from keeper_place import place_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -37,35 +37,23 @@ from elastic_trainer.state.errors import BoardAwayError, CheckpointError
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.restore import agreed_board
 from elastic_trainer.state.save import CheckpointPolicy
-from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshot_tier import SnapshotTier
 from elastic_trainer.state.snapshots.image import MAC_BYTES, PAGE, Header, file_name
-from elastic_trainer.state.snapshots.peer import KeeperAddress
 from elastic_trainer.state.state import TrainingState
 from elastic_trainer.worker.rank_grid import RankGrid
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def memory_tier(images, epoch):
-    place = KeeperPlace(
-        directory=images,
-        node="n",
-        local_rank=0,
-        workers=1,
-        members=(KeeperAddress(node="n", address="127.0.0.1", port=0),),
-        spares=(),
-        authenticate=lambda _: None,
-        image_key=bytes(32),
-    )
     return SnapshotTier(
-        place, ParallelLayout(), rank=0, epoch=epoch, every_steps=1, emit=lambda *_, **__: None
+        place_of(images),
+        ParallelLayout(),
+        rank=0,
+        epoch=epoch,
+        every_steps=1,
+        emit=lambda *_, **__: None,
     )
 
 
@@ -146,6 +134,14 @@ class Run:
     def commits(self):
         current = FileBoard(self.root / "board").get_state()
         return [c.step for c in BoardState.decode(current[0]).commits] if current else []
+
+
+def saved(root, *, step=1, **options):
+    """Return a run that has trained and saved `step`."""
+    run = Run(root, **options)
+    run.step()
+    assert run.save(step)
+    return run
 
 
 def test_save_and_restore_with_events_and_generator(tmp_path):
@@ -259,9 +255,7 @@ def start_of(run):
 
 
 def test_a_run_starts_from_another_ones_checkpoint_and_then_from_its_own(tmp_path):
-    source = Run(tmp_path / "source")
-    source.step()
-    assert source.save(3)
+    source = saved(tmp_path / "source", step=3)
     start = start_of(source)
     ours = Run(tmp_path / "ours", start=start)
     assert ours.restore() == 3
@@ -286,9 +280,7 @@ def damage(root):
 
 
 def test_a_damaged_start_is_never_a_start_from_nothing(tmp_path):
-    source = Run(tmp_path / "source")
-    source.step()
-    assert source.save(3)
+    source = saved(tmp_path / "source", step=3)
     damage(tmp_path / "source")
     with pytest.raises(CheckpointError, match=r"HF304 .*source@3 .*sha256") as got:
         Run(tmp_path / "ours", start=start_of(source)).restore()
@@ -296,9 +288,7 @@ def test_a_damaged_start_is_never_a_start_from_nothing(tmp_path):
 
 
 def test_when_all_of_its_own_are_damaged_the_start_is_no_way_out(tmp_path):
-    source = Run(tmp_path / "source")
-    source.step()
-    assert source.save(3)
+    source = saved(tmp_path / "source", step=3)
     ours = Run(tmp_path / "ours", start=start_of(source))
     assert ours.restore() == 3
     assert ours.save(4)
@@ -308,9 +298,7 @@ def test_when_all_of_its_own_are_damaged_the_start_is_no_way_out(tmp_path):
 
 
 def test_torch_reads_our_checkpoints(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    assert run.save(1)
+    run = saved(tmp_path)
     (directory,) = (tmp_path / "checkpoints").iterdir()
     target = {"model": {k: torch.zeros_like(v) for k, v in run.model.state_dict().items()}}
     dcp.load(target, checkpoint_id=directory)
@@ -362,17 +350,13 @@ def test_unwritable_directory_is_the_users_to_mend(tmp_path):
 
 
 def test_other_batch_is_refused(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    assert run.save(2)
+    saved(tmp_path, step=2)
     with pytest.raises(CheckpointError, match=r"HF303 .*global_batch.* 12"):
         Run(tmp_path, batch=16).restore()
 
 
 def test_other_model_is_refused_by_name(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    assert run.save(1)
+    saved(tmp_path)
     with pytest.raises(CheckpointError, match=r"HF301 .*model\.0\.weight"):
         Run(tmp_path, width=5).restore()
 
@@ -437,9 +421,7 @@ def test_board_that_can_never_be_read_at_restore(tmp_path, monkeypatch, error):
 def test_board_that_is_away_for_a_moment_at_restore(tmp_path):
     """An API server that restarts must not end a job for good."""
     board = FlakyBoard(FileBoard(tmp_path / "board"), None)
-    run = Run(tmp_path, board=board)
-    run.step()
-    assert run.save(1)
+    run = saved(tmp_path, board=board)
     board.when, now = "gone", [0.0]
 
     def sleep(seconds):
@@ -463,9 +445,7 @@ class LaggingBoard:
 
 def test_a_board_that_shows_an_older_epoch_is_read_again(tmp_path):
     """Its commits are older too: steps that were saved would be trained again."""
-    run = Run(tmp_path)
-    run.step()
-    assert run.save(1)
+    run = saved(tmp_path)
     old = run.board.get_state()
     assert run.save(2)
     update(run.board, lambda state: dataclasses.replace(state, epoch=1))
@@ -536,9 +516,7 @@ def test_old_attempt_is_never_written_into(tmp_path):
     old = tmp_path / "checkpoints" / "step-000000001-e000000"
     old.mkdir(parents=True)
     (old / ".metadata").write_text("old")
-    run = Run(tmp_path)
-    run.step()
-    assert run.save(1)
+    run = saved(tmp_path)
     assert run.events("checkpoint.committed")[0].fields["dir"] == f"{old.name}-a2"
     assert not old.exists()  # it was only data
     assert Run(tmp_path).restore() == 1

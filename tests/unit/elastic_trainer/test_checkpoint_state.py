@@ -107,11 +107,17 @@ class Evil:
         return (os.system, ("true",))
 
 
+def stored(folder, state) -> CheckpointReader:
+    """Save `state` by DCP and return a reader of it."""
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=Writer(folder, lambda _: None), no_dist=True)
+    raw = (folder / ".metadata").read_bytes()
+    return CheckpointReader(folder, FileEntry(len(raw), hashlib.sha256(raw).hexdigest()))
+
+
 def index_of(path) -> bytes:
     """Return the `.metadata` that this Python and this torch write."""
-    tensors = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(tensors, storage_writer=Writer(path, lambda _: None), no_dist=True)
+    stored(path, {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
     return (path / ".metadata").read_bytes()
 
 
@@ -232,14 +238,6 @@ def test_the_systems_error_behind_one_of_torch_is_told():
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 5")
     error.__context__ = full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert describe(error) == f"OSError: {full}"
-
-
-def stored(folder, state) -> CheckpointReader:
-    """Save `state` by DCP, sections of tensors, and return a reader of it."""
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(state, storage_writer=Writer(folder, lambda _: None), no_dist=True)
-    raw = (folder / ".metadata").read_bytes()
-    return CheckpointReader(folder, FileEntry(len(raw), hashlib.sha256(raw).hexdigest()))
 
 
 def test_a_load_reads_every_kind_of_tensor_and_any_box(tmp_path):

@@ -132,6 +132,17 @@ def coordinator_of(group: list[Node], formed: EpochFormed) -> Node:
     return next(node for node in group if node.me.node == formed.coordinator)
 
 
+def follower_of(group: list[Node], formed: EpochFormed) -> Node:
+    return next(node for node in group if node.me.node != formed.coordinator)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_all_nodes_form_one_epoch(nodes):
     _, formed = form(nodes, 4)
     assert [m.node for m in formed.members] == ["node0", "node1", "node2", "node3"]
@@ -141,7 +152,7 @@ def test_all_nodes_form_one_epoch(nodes):
 
 def test_a_dead_member_ends_the_epoch_and_the_rest_form_another(nodes):
     group, formed = form(nodes, 4)
-    victim = next(node for node in group if node.me.node != formed.coordinator)
+    victim = follower_of(group, formed)
     begun = time.monotonic()
     victim.die()
     rest = [node for node in group if node is not victim]
@@ -198,10 +209,7 @@ def test_a_dead_jobs_run_is_taken_over(nodes):
 def test_who_waits_for_a_dead_jobs_lease_leaves_the_board_alone(nodes, monkeypatch):
     """At most one read in two seconds, after the first few."""
     first = nodes("node0", nodes=2)
-    deadline = time.monotonic() + DEADLINE_S
-    while not first.client.is_coordinator:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: first.client.is_coordinator)
     first.die()
     reads, get_state = [], FileBoard.get_state
 
@@ -255,10 +263,7 @@ def test_joins_are_answered_while_storage_is_slow(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(FileBoard, "set_state", slow_swap)
     log = EventLog(tmp_path, "agent-node0", node="node0")
     first = nodes("node0", nodes=joins + 2, log=log.emit_later)
-    deadline = time.monotonic() + DEADLINE_S
-    while not first.client.is_coordinator:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: first.client.is_coordinator)
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         known = [stack.enter_context(insider(tmp_path, first.endpoint)) for _ in range(joins)]
@@ -317,7 +322,7 @@ def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told(tmp_path):
 
 def still_forms(group: list[Node], formed: EpochFormed) -> None:
     """A member dies, and the others form the next epoch as ever."""
-    victim = next(node for node in group if node.me.node != formed.coordinator)
+    victim = follower_of(group, formed)
     victim.die()
     for node in group:
         if node is not victim:
@@ -356,7 +361,7 @@ def test_garbage_of_an_insider_is_cut_off_and_does_no_harm(nodes, tmp_path):
 def test_a_winner_that_the_board_does_not_know_is_not_followed(nodes, tmp_path):
     """One of the run says to coordinate, under a term of the future and one that is near."""
     group, formed = form(nodes, 3)
-    follower = next(node for node in group if node.me.node != formed.coordinator)
+    follower = follower_of(group, formed)
     for term in (2, 1 << 40):
         with insider(tmp_path, follower.endpoint) as known:
             known.say(encode(Won(term=term, coordinator="nobody-0")))
@@ -392,10 +397,7 @@ def test_an_agent_that_cannot_prove_itself_never_joins(nodes, tmp_path, how):
         "run2" if how == "another run" else "run1",
     )
     outsider = nodes("node9", nodes=3, badge=badge)
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(event == "peer.refused" for event, _ in outsider.events):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: any(event == "peer.refused" for event, _ in outsider.events))
     assert not any(f.get("member") == "node9" for node in group for _, f in node.events)
     outsider.die()
     still_forms(group, formed)
@@ -405,7 +407,7 @@ def test_an_agent_that_cannot_prove_itself_never_joins(nodes, tmp_path, how):
 def test_a_flood_of_half_open_connections_keeps_nobody_out(nodes, tmp_path):
     """Twice as many as the limiter lets in, and a member that comes in between."""
     group, formed = form(nodes, 3)
-    victim = next(node for node in group if node.me.node != formed.coordinator)
+    victim = follower_of(group, formed)
     rest = [node for node in group if node is not victim]
     target = coordinator_of(group, formed)
     target.endpoint.limiter._most = 50

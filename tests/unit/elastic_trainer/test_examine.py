@@ -132,12 +132,11 @@ REFUSED = {
 def test_what_is_no_text_is_refused_with_the_way_out(content, code, words, tmp_path):
     file = tmp_path / "corpus.txt"
     file.write_bytes(content(tmp_path) if callable(content) else content)
-    found = examine(file, "text", vocab_size=256)
-    assert found is not None
-    assert found[0] == code
-    assert str(file) in found[1]
-    assert words in found[1]
-    assert ": " in found[1].removeprefix(str(file)), "and what to do"
+    found, message = examine(file, "text", vocab_size=256)
+    assert found == code
+    assert str(file) in message
+    assert words in message
+    assert ": " in message.removeprefix(str(file)), "and what to do"
     with pytest.raises(DataError, match=rf"^{code} data\.path: "):
         corpus_of(file, tmp_path)
     assert corpus_of(file, tmp_path, as_is=True).num_windows > 10
@@ -232,9 +231,8 @@ def test_many_control_characters_never_pass(tmp_path_factory, share, seed):
     file = tmp_path_factory.getbasetemp() / "odd.txt"
     file.write_bytes(bytes(rng.choice(b"\1\2\6\x1c") if rng.random() < share else 97
                            for _ in range(4000)))  # fmt: skip
-    found = examine(file, "text", vocab_size=256)
-    assert found is not None
-    assert found[0] == "HF712"
+    code, _ = examine(file, "text", vocab_size=256)
+    assert code == "HF712"
 
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
@@ -243,9 +241,8 @@ def test_beginning_middle_and_end_are_looked_at(where, tmp_path):
     at = int(where * (len(content) - SAMPLE_BYTES))
     content[at : at + SAMPLE_BYTES] = random.Random(1).randbytes(SAMPLE_BYTES)
     (tmp_path / "a.txt").write_bytes(content)
-    found = examine(tmp_path / "a.txt", "text", vocab_size=256)
-    assert found is not None
-    assert "HF712" in found
+    code, _ = examine(tmp_path / "a.txt", "text", vocab_size=256)
+    assert code == "HF712"
 
 
 def test_a_folder_of_code_may_have_json_and_one_of_json_lines_may_not(tmp_path):
@@ -302,19 +299,18 @@ def test_tokens_outside_the_vocabulary_are_found_with_their_byte(letter, at, tmp
     if at == 70_001:
         assert found is None, "not of the samples: found as it is read"
     else:
-        assert found is not None
-        assert found[0] == "HF703"
-        assert f"token 300 at byte {byte}," in found[1]
+        code, message = found
+        assert code == "HF703"
+        assert f"token 300 at byte {byte}," in message
     assert examine(file, "nanogpt", vocab_size=301) is None
 
 
 @pytest.mark.parametrize(("letter", "token"), [("i", -7), ("H", 256), ("q", 2**40), ("B", 200)])
 def test_tokens_of_megatron_are_examined(letter, token, tmp_path):
     megatron(tmp_path / "c", [[1, 2, 3], [token, 5]], letter=letter)
-    found = examine(tmp_path / "c", "megatron", vocab_size=200)
-    assert found is not None
-    assert found[0] == "HF703"
-    assert f"token {token} " in found[1]
+    code, message = examine(tmp_path / "c", "megatron", vocab_size=200)
+    assert code == "HF703"
+    assert f"token {token} " in message
     if token > 0:
         assert examine(tmp_path / "c.idx", "megatron", vocab_size=token + 1) is None
 
@@ -331,10 +327,9 @@ def test_tokens_of_megatron_are_examined(letter, token, tmp_path):
 )
 def test_what_holds_no_tokens_is_told_from_those_of_nanogpt(content, words, tmp_path):
     (tmp_path / "a.bin").write_bytes(content)
-    found = examine(tmp_path / "a.bin", "nanogpt", vocab_size=65536)
-    assert found is not None
-    assert found[0] == "HF710"
-    assert words in found[1]
+    code, message = examine(tmp_path / "a.bin", "nanogpt", vocab_size=65536)
+    assert code == "HF710"
+    assert words in message
 
 
 @given(st.lists(st.integers(0, 50256), min_size=200, max_size=400))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from keeper_place import place_of
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import snapshot_tier as tier_module
 from elastic_trainer.state.offload import WORTH_BYTES, fault_in
-from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshot_tier import SnapshotTier
 from elastic_trainer.state.state import Stager
 
 LARGE_BYTES = 48 << 20
@@ -69,26 +67,10 @@ def test_stopped_it_leaves_the_rest():
     assert not buffer[::4096].any()
 
 
-@pytest.fixture
-def directory():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-def tier(directory, world_size=1):
-    place = KeeperPlace(
-        directory=directory,
-        node="n",
-        local_rank=0,
-        workers=world_size,
-        members=(),
-        spares=(),
-        authenticate=lambda _: None,
-        image_key=bytes(32),
-    )
+def tier(shared_memory, world_size=1):
     said = []
     layout = ParallelLayout(dp=world_size)
+    place = place_of(shared_memory, workers=world_size)
     made = SnapshotTier(
         place, layout, rank=0, epoch=1, every_steps=1, emit=lambda *a, **_: said.append(a)
     )
@@ -96,10 +78,10 @@ def tier(directory, world_size=1):
 
 
 @pytest.mark.process
-def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory, monkeypatch):
+def test_the_first_snapshot_of_a_large_state_only_makes_the_images(shared_memory, monkeypatch):
     made = threading.Event()  # however late this thread runs, the images are not ready before
     monkeypatch.setattr(tier_module, "fault_in", lambda *what: made.wait(60) and fault_in(*what))
-    memory, said = tier(directory)
+    memory, said = tier(shared_memory)
     live = large()
     num_faults, taken = faults(lambda: memory.take(live, 1))
     assert not taken
@@ -120,8 +102,8 @@ def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory, mo
     memory.close()
 
 
-def test_a_rank_that_was_ready_waits_for_one_that_was_not(directory):
-    memory, said = tier(directory, world_size=2)
+def test_a_rank_that_was_ready_waits_for_one_that_was_not(shared_memory):
+    memory, said = tier(shared_memory, world_size=2)
     small = {"model": {"w": torch.ones(4)}}
     assert memory.take(small, 1)
     memory.wait(60)
@@ -136,9 +118,9 @@ def test_a_rank_that_was_ready_waits_for_one_that_was_not(directory):
     memory.close()
 
 
-def test_no_room_for_the_images_is_a_failed_snapshot(directory, monkeypatch):
+def test_no_room_for_the_images_is_a_failed_snapshot(shared_memory, monkeypatch):
     monkeypatch.setattr(tier_module, "no_room", lambda *_: "none left")
-    memory, said = tier(directory)
+    memory, said = tier(shared_memory)
     for _ in range(2):
         assert not memory.take(large(), 1)
         memory.wait(60)

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker_views import find, view
 
 from elastic_trainer.agent.hangs.stacks import StackTarget, gather_fronts
 from elastic_trainer.agent.membership.hang_diagnosis import find_behind, find_hung_worker
@@ -27,22 +27,11 @@ REPO = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
 
 
-def in_sums(rank: int, fronts: dict[str, Front], **fields: object) -> tuple[str, WorkerView]:
+def in_sums(
+    rank: int, fronts: dict[str, Front], *, state: str = "R", limit_s: float = 30.0
+) -> tuple[str, WorkerView]:
     """Return a worker whose host waits for its device at the end of step 8, two to a node."""
-    view = WorkerView(
-        rank=rank,
-        local_rank=rank % 2,
-        step=7,
-        section="step",
-        part="sums",
-        place=20,
-        lane=0,
-        idle_s=31.0,
-        limit_s=30.0,
-        state=str(fields.get("state", "R")),
-        fronts=fronts,
-    )
-    return f"node{rank // 2}", view
+    return view(rank, part="sums", idle_s=31.0, limit_s=limit_s, state=state, fronts=fronts)
 
 
 def entry(group: str, number: int, state: str, **fields: object) -> dict[str, object]:
@@ -98,15 +87,12 @@ def test_batches_of_sends_and_receives_are_no_collectives() -> None:
 def test_all_in_sums_and_one_behind_in_the_recorder_is_its_node(behind: Front) -> None:
     views = [in_sums(rank, {"5": (41, 42)}) for rank in range(8)]
     views[5] = in_sums(5, {"5": behind})
-    hung = find_hung_worker(views)
-    assert hung is not None
+    hung = find(views)
     assert (hung.node, hung.view.rank) == ("node2", 5)
 
 
 def test_nobody_behind_is_nobody_blamed() -> None:
-    hung = find_hung_worker([in_sums(rank, {"5": (41, 42)}) for rank in range(8)])
-    assert hung is not None
-    assert hung.node is None
+    assert find([in_sums(rank, {"5": (41, 42)}) for rank in range(8)]).node is None
 
 
 def test_who_is_behind_counts_before_who_is_busy() -> None:
@@ -114,9 +100,7 @@ def test_who_is_behind_counts_before_who_is_busy() -> None:
     views = [in_sums(rank, {"5": (41, 42)}, state="S") for rank in range(8)]
     views[1] = in_sums(1, {"5": (41, 42)}, state="R")
     views[6] = in_sums(6, {"5": (41, 41)}, state="S")
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.node == "node3"
+    assert find(views).node == "node3"
 
 
 def test_of_two_nodes_behind_or_with_one_that_does_not_tell_nobody_is_blamed() -> None:
@@ -239,8 +223,7 @@ def test_a_device_that_hangs_or_nobody_is_blamed_in_every_layout(
     ahead = data.draw(st.lists(st.integers(1, length), min_size=8, max_size=8))
     order = data.draw(st.permutations(range(8)))
     views, waits = standstill(layout, hung, done, ahead=ahead, order=order, timed=timed)
-    found = find_hung_worker(data.draw(st.permutations(views)))
-    assert found is not None
+    found = find(data.draw(st.permutations(views)))
     blamed = found.node, found.view.rank
     assert found.node is None or blamed == (f"node{hung // 2}", hung)
     if not waits:
@@ -257,8 +240,7 @@ def test_with_starts_recorded_it_is_found_where_no_pipeline_is(
     hung = data.draw(st.integers(0, 7))
     done = data.draw(st.integers(5, length))  # each has been in a collective: starts are known
     views, waits = standstill(layout, hung, done, ahead=[length] * 8, order=range(8), timed=True)
-    found = find_hung_worker(views)
-    assert found is not None
+    found = find(views)
     assert found.node == (f"node{hung // 2}" if waits else None)
     assert not waits or found.view.rank == hung
 
@@ -283,8 +265,7 @@ def test_a_stage_that_waits_for_its_neighbour_is_not_behind() -> None:
 def test_a_rank_within_its_own_limit_is_not_charged_though_it_is_behind() -> None:
     """It compiles, or loads data."""
     views = [in_sums(rank, {"5": (41, 42)}) for rank in range(4)]
-    node, view = in_sums(3, {"5": (41, 41)})
-    views[3] = node, replace(view, limit_s=600.0)
+    views[3] = in_sums(3, {"5": (41, 41)}, limit_s=600.0)
     assert find_hung_worker(views) is None
 
 
@@ -348,8 +329,7 @@ def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, l
         fronts: dict[int, dict[str, Front]] = {}
         while {rank: front.get("0") for rank, front in fronts.items()} != expected:
             fronts = gather_fronts(targets, deadline_s=DEADLINE_S)  # until all have enqueued it
-        found = find_hung_worker([in_sums(rank, fronts[rank]) for rank in range(4)])
-        assert found is not None
+        found = find([in_sums(rank, fronts[rank]) for rank in range(4)])
         assert found.node == (None if late == -1 else f"node{late // 2}")
         assert late in {-1, found.view.rank}
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer.board.file_board import FileBoard
@@ -33,15 +32,9 @@ from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.guard import RECENT, Guard
 from elastic_trainer.worker.rank_grid import RankGrid
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 WAIT = timedelta(seconds=20)
 SHAPE = ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8)
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def config_of(root, **numbers):

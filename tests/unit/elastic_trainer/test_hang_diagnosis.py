@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_views import find, view
 
 from elastic_trainer.agent.membership.hang_diagnosis import (
     FORGET_S,
@@ -15,24 +16,6 @@ from elastic_trainer.agent.membership.hang_diagnosis import (
     find_hung_worker,
 )
 from elastic_trainer.agent.membership.notices import WorkersSeen, WorkerView
-
-
-def view(rank: int, **kwargs: object) -> tuple[str, WorkerView]:
-    """Return a worker that waits in the all-reduce of step 8, two to a node."""
-    fields = {
-        "rank": rank,
-        "local_rank": rank % 2,
-        "step": 7,
-        "section": "step",
-        "part": "reduce",
-        "place": 20,
-        "lane": 0,
-        "idle_s": 2.2,
-        "limit_s": 2.0,
-        "state": "S",
-        **kwargs,
-    }
-    return f"node{rank // 2}", WorkerView(**fields)  # type: ignore[arg-type]
 
 
 def crowd(odd: tuple[str, WorkerView], size: int = 8) -> list[tuple[str, WorkerView]]:
@@ -53,8 +36,7 @@ def crowd(odd: tuple[str, WorkerView], size: int = 8) -> list[tuple[str, WorkerV
     ],
 )
 def test_the_odd_one_is_blamed(fields: dict[str, object], values: list[str]) -> None:
-    hung = find_hung_worker(crowd(view(5, **fields)))
-    assert hung is not None
+    hung = find(crowd(view(5, **fields)))
     assert (hung.node, hung.view.rank) == ("node2", 5)
     missing = [value for value in ("node2", "rank 5", *values) if value not in hung.detail]
     assert missing == [], hung.detail
@@ -63,9 +45,7 @@ def test_the_odd_one_is_blamed(fields: dict[str, object], values: list[str]) -> 
 def test_a_stopped_worker_is_blamed_before_one_that_is_behind() -> None:
     views = crowd(view(5, state="T"))
     views[1] = view(1, part="forward", place=2)
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.view.rank == 5
+    assert find(views).view.rank == 5
 
 
 def test_whoever_is_at_work_within_its_limit_is_waited_for() -> None:
@@ -75,12 +55,8 @@ def test_whoever_is_at_work_within_its_limit_is_waited_for() -> None:
 
 def test_who_makes_groups_waits_for_who_has_not_come() -> None:
     views = [view(rank, section="connecting", part="other", place=1) for rank in range(6)]
-    hung = find_hung_worker([*views, view(6, section="starting", part="other", place=0)])
-    assert hung is not None
-    assert hung.view.rank == 6
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.node is None
+    assert find([*views, view(6, section="starting", part="other", place=0)]).view.rank == 6
+    assert find(views).node is None
 
 
 def test_places_compare_within_a_stage_of_the_pipeline_only() -> None:
@@ -88,14 +64,11 @@ def test_places_compare_within_a_stage_of_the_pipeline_only() -> None:
     views = [view(rank, lane=0, part="gather", place=12) for rank in range(4)]
     views += [view(rank, lane=1, part="pipeline", place=3) for rank in range(4, 8)]
     views[2] = view(2, lane=0, part="backward", place=11)
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.view.rank == 2
+    assert find(views).view.rank == 2
 
 
 def test_nobody_is_blamed_when_all_look_alike() -> None:
-    hung = find_hung_worker([view(rank) for rank in range(8)])
-    assert hung is not None
+    hung = find([view(rank) for rank in range(8)])
     assert hung.node is None
     assert re.search(r"\b2\.2 s\b.*\breduce\b", hung.detail)
 
@@ -103,40 +76,30 @@ def test_nobody_is_blamed_when_all_look_alike() -> None:
 def test_of_peers_on_one_node_the_node_is_sure() -> None:
     views = [view(rank) for rank in range(8)]
     views[4:6] = [view(rank, part="forward", place=6) for rank in (4, 5)]
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.node == "node2"
+    assert find(views).node == "node2"
 
 
 def test_a_busy_process_stands_out_among_those_that_sleep() -> None:
     views = [view(rank, part="forward", place=6) for rank in range(8)]
     views[3] = view(3, part="forward", place=6, state="R")
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.view.rank == 3
+    assert find(views).view.rank == 3
 
 
 def test_who_alone_is_busy_stands_out_though_it_says_that_it_waits() -> None:
     """It hangs right after a gather; the others have begun to compute, and wait inside."""
     views = [view(rank, part="forward", place=7) for rank in range(8)]
     views[3] = view(3, part="gather", place=6, state="R")
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.view.rank == 3
+    assert find(views).view.rank == 3
     views[3] = view(3, part="gather", place=6, state="R", idle_s=1.9)
     assert find_hung_worker(views) is None, "not yet"
     views[4] = view(4, part="gather", place=6, state="R")
-    hung = find_hung_worker(views)
-    assert hung is not None
-    assert hung.node is None, "with two, it may be either"
+    assert find(views).node is None, "with two, it may be either"
 
 
 def test_those_who_wait_are_not_blamed_for_one_who_is_not_seen() -> None:
     waiting = [view(rank) for rank in range(6)]
     assert find_hung_worker(waiting, complete=False) is None
-    hung = find_hung_worker([*waiting[:5], view(5, part="data", place=1)], complete=False)
-    assert hung is not None
-    assert hung.view.rank == 5
+    assert find([*waiting[:5], view(5, part="data", place=1)], complete=False).view.rank == 5
 
 
 @given(
@@ -158,8 +121,7 @@ def test_one_hung_rank_is_found_whatever_the_order(
         else (item[0], replace(item[1], place=place + data.draw(st.integers(1, 2)), part="gather"))
         for item in views
     ]
-    hung = find_hung_worker(data.draw(st.permutations(views)))
-    assert hung is not None
+    hung = find(data.draw(st.permutations(views)))
     assert (hung.node, hung.view.rank) == (f"node{odd // 2}", odd)
 
 

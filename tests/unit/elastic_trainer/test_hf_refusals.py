@@ -85,6 +85,14 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path, hf_run, hf):
 # What an import refuses.
 
 
+def refused(source, folder, message):
+    """See that the import ends so, and leaves nothing in `folder`."""
+    with pytest.raises(InputError, match=message):
+        import_hf(source, folder / "run", run_id="r")
+    assert not (folder / "run").exists()
+    assert not partials(folder)
+
+
 def rewritten(hf, change):
     weights = load_file(hf / hf_names.SINGLE_NAME)
     change(weights)
@@ -121,10 +129,7 @@ BAD_TENSORS = {
 @pytest.mark.parametrize(("change", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
 def test_wrong_tensors_are_refused(tmp_path, hf, change, message):
     rewritten(hf, change)
-    with pytest.raises(InputError, match=message):
-        import_hf(hf, tmp_path / "run", run_id="r")
-    assert not (tmp_path / "run").exists()
-    assert not partials(tmp_path)
+    refused(hf, tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +147,7 @@ def test_wrong_tensors_are_refused(tmp_path, hf, change, message):
 )
 def test_other_models_are_refused(tmp_path, config, message):
     hf = write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE), **config)
-    with pytest.raises(InputError, match=message):
-        import_hf(hf, tmp_path / "run", run_id="r")
-    assert not (tmp_path / "run").exists()
+    refused(hf, tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +160,7 @@ def test_damaged_files_are_refused(tmp_path, content, num_files):
     hf = write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE), num_files=num_files)
     file = hf / file_names(num_files)[-1]
     file.write_bytes(file.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(InputError, match=rf"HF324 .*{file.name}\b"):
-        import_hf(hf, tmp_path / "run", run_id="r")
+    refused(hf, tmp_path, rf"HF324 .*{file.name}\b")
 
 
 BAD_INDEXES = {
@@ -175,8 +177,7 @@ BAD_INDEXES = {
 def test_a_bad_index_is_refused(tmp_path, text, message):
     hf = write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE), num_files=2)
     (hf / hf_names.INDEX_NAME).write_text(text)
-    with pytest.raises(InputError, match=message):
-        import_hf(hf, tmp_path / "run", run_id="r")
+    refused(hf, tmp_path, message)
 
 
 def test_files_that_disagree_with_the_index_are_refused(tmp_path):
@@ -191,11 +192,9 @@ def test_files_that_disagree_with_the_index_are_refused(tmp_path):
         if wrong:
             changed[name] = wrong
         path.write_text(json.dumps({"weight_map": changed}))
-        with pytest.raises(InputError, match=rf"HF325 .*{one}\b.*\b{name}\b.*{wrong or ''}"):
-            import_hf(hf, tmp_path / "run", run_id="r")
+        refused(hf, tmp_path, rf"HF325 .*{one}\b.*\b{name}\b.*{wrong or ''}")
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], "more": other}}))
-    with pytest.raises(InputError, match=rf"HF325 .*{other}\b.*\bmore\b"):
-        import_hf(hf, tmp_path / "run", run_id="r")
+    refused(hf, tmp_path, rf"HF325 .*{other}\b.*\bmore\b")
 
 
 @pytest.mark.parametrize("what", ["nothing", "config", "weights", "pickle", "file"])
@@ -211,9 +210,7 @@ def test_what_is_no_model_directory_is_refused(tmp_path, hf, what):
         (hf / hf_names.SINGLE_NAME).unlink()
         if what == "pickle":
             (hf / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    with pytest.raises(InputError, match="HF323"):
-        import_hf(source, tmp_path / "run", run_id="r")
-    assert not (tmp_path / "run").exists()
+    refused(source, tmp_path, "HF323")
 
 
 @pytest.mark.timeout(30)
@@ -231,12 +228,10 @@ def test_what_is_no_file_of_a_model_is_not_imported(tmp_path, hf, name, make, co
     path = hf / name
     path.unlink(missing_ok=True)
     make(path)
-    with pytest.raises(InputError, match=code if name != "config.json" else "HF323|HF021"):
-        import_hf(hf, tmp_path / "out", run_id="r")
+    refused(hf, tmp_path, code if name != "config.json" else "HF323|HF021")
 
 
 def test_a_model_of_too_many_layers_is_not_imported(tmp_path, hf):
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 400_000}))
-    with pytest.raises(InputError, match="HF021"):
-        import_hf(hf, tmp_path / "out", run_id="r")
+    refused(hf, tmp_path, "HF021")

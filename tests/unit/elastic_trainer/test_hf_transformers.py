@@ -41,7 +41,9 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEQ_LEN = 96
+TOKENS = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
 DIMENSIONS = {"num_layers": 3, "dim": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_dim": 96,
               "vocab_size": 200}  # fmt: skip
 SCALES = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
@@ -115,17 +117,18 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def logits_of_ours(shape, path, tokens):
+def logits_of_ours(shape, path):
     with torch.no_grad():
-        return loaded(shape, path)(tokens, rope_table(shape, torch.arange(tokens.shape[1]), "cpu"))
+        return loaded(shape, path)(TOKENS, rope_table(shape, torch.arange(SEQ_LEN), "cpu"))
+
+
+def same_logits(theirs, shape, path):
+    """See that transformers' model and ours with the weights at `path` give the same."""
+    with torch.no_grad():
+        expected = theirs.eval()(TOKENS).logits
+    ours = logits_of_ours(shape, path)
+    assert 0.1 < ours.std() < 10
+    assert (ours - expected).abs().max() < 1e-5
 
 
 def loaded(shape, path):
@@ -160,21 +163,15 @@ def test_an_export_gives_the_same_logits_in_transformers(tmp_path, shape):
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
     assert sum(p.numel() for p in theirs.parameters()) == shape.num_params()
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = theirs.eval()(tokens).logits
-    ours = logits_of_ours(shape, tmp_path / "out", tokens)
-    assert 0.1 < ours.std() < 10
-    assert (ours - expected).abs().max() < 1e-5
+    same_logits(theirs, shape, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["strong rope", "linear", "yarn"])
 def test_the_scaling_makes_a_difference_that_the_test_would_see(tmp_path, name):
     shape = SHAPES[name]
     hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     plain = dataclasses.replace(shape, rope_scaling_factor=1.0)
-    change = logits_of_ours(shape, hf, tokens) - logits_of_ours(plain, hf, tokens)
+    change = logits_of_ours(shape, hf) - logits_of_ours(plain, hf)
     assert change.abs().max() > 1e-2
 
 
@@ -228,11 +225,10 @@ def test_frequencies_and_factor_are_those_of_transformers(rope, theta, size):
 def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
     shape = SHAPES["mistral"]
     hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    ours = logits_of_ours(shape, hf, tokens)
+    ours = logits_of_ours(shape, hf)
     for other in (15, 17, None):
         changed = dataclasses.replace(shape, sliding_window=other)
-        change = logits_of_ours(changed, hf, tokens) - ours
+        change = logits_of_ours(changed, hf) - ours
         assert change[:, :15].abs().max() < 1e-5
         assert change.abs().max() > 1e-2
 
@@ -252,9 +248,8 @@ def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
 def test_what_differs_from_layer_to_layer_makes_a_difference_too(tmp_path, name, others):
     shape = SHAPES[name]
     hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     changed = dataclasses.replace(shape, **others)
-    change = logits_of_ours(changed, hf, tokens) - logits_of_ours(shape, hf, tokens)
+    change = logits_of_ours(changed, hf) - logits_of_ours(shape, hf)
     assert change.abs().max() > 1e-2
 
 
@@ -314,12 +309,7 @@ def test_what_transformers_saves_of_a_family_gives_its_logits_here(tmp_path, kin
     assert equal_bits(read_hf(tmp_path / "out"), read_hf(tmp_path / "hf"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == shape.family
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = theirs.eval()(tokens).logits
-    ours = logits_of_ours(shape, tmp_path / "out", tokens)
-    assert 0.1 < ours.std() < 10
-    assert (ours - expected).abs().max() < 1e-5
+    same_logits(theirs, shape, tmp_path / "out")
 
 
 @pytest.mark.process
@@ -338,15 +328,14 @@ def test_training_has_the_losses_of_transformers(tmp_path, name):
         hf, dtype=torch.float32, local_files_only=True
     )
     ours, rope = loaded(shape, hf), rope_table(shape, torch.arange(SEQ_LEN), "cpu")
-    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     losses = []
     for model, logits_of in (
-        (theirs.train(), lambda: theirs(tokens).logits),
-        (ours, lambda: ours(tokens, rope)),
+        (theirs.train(), lambda: theirs(TOKENS).logits),
+        (ours, lambda: ours(TOKENS, rope)),
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
-            loss = F.cross_entropy(logits_of()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss = F.cross_entropy(logits_of()[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

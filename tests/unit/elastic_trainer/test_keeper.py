@@ -16,11 +16,12 @@ import hostile_items as hostile
 import pytest
 import torch
 from insider import Insider
+from keeper_place import place_of
 from test_snapshot_image import KEY, write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.plan.layout import ParallelLayout
-from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshot_tier import SnapshotTier
 from elastic_trainer.state.snapshots.image import MAC_BYTES, PAGE, Header, Image, PeerError
 from elastic_trainer.state.snapshots.peer import (
     KEEPER_LABEL,
@@ -293,11 +294,9 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
     write_peers(tmp_path / "peers", peers[:3], peers[3:], ())
     own = tmp_path / "own"
     own.mkdir()
-    place = KeeperPlace(
-        directory=own,
+    place = place_of(
+        own,
         node="n0",
-        local_rank=0,
-        workers=1,
         **read_peers(tmp_path / "peers"),
         authenticate=prove(b"k", server=False),
         image_key=KEY,
@@ -345,13 +344,11 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
     (tmp_path / "own").mkdir()
     here = KeeperAddress(node="a", address=HOME, port=0)
     there = KeeperAddress(node="b", address=HOME, port=keeper.port)
-    place = KeeperPlace(
-        directory=tmp_path / "own",
+    place = place_of(
+        tmp_path / "own",
         node="a",
         local_rank=local_rank,
-        workers=1,
         members=(here, there),
-        spares=(),
         authenticate=prove(b"k", server=False),
         image_key=KEY,
     )

@@ -457,14 +457,6 @@ def test_before_the_first_epoch_a_place_counts_once_however_often_its_pod_is_mad
     cluster.run_until(cluster.settled, within=1.0)
 
 
-def test_a_second_agent_on_the_coordinators_node_is_refused_outside_pods():
-    cluster = started(3)
-    again = cluster.add(coordinator(cluster).me.node)
-    cluster.run(cluster.now + 3.0)
-    assert again.stopped.code == 93
-    assert "coordinates" in again.stopped.reason
-
-
 def test_members_are_placed_in_the_natural_order_of_their_names():
     cluster = started(11)
     notice = cluster.up[0].formed

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 from device_streams import Device
+from keeper_place import place_of
 
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.state import offload
 from elastic_trainer.state.offload import HOST, CudaOffload, offload_of
-from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
+from elastic_trainer.state.snapshot_tier import SnapshotTier
 from elastic_trainer.state.snapshots.image import Image
-from elastic_trainer.state.snapshots.peer import KeeperAddress
 
 HERE = torch.device("cpu")
 KEY = bytes(32)
 
 
-@pytest.fixture
-def directory():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-def tier_of(directory, device):
-    place = KeeperPlace(
-        directory=directory,
-        node="n",
-        local_rank=0,
-        workers=1,
-        members=(KeeperAddress(node="n", address="127.0.0.1", port=0),),
-        spares=(),
-        authenticate=lambda _: None,
-        image_key=KEY,
-    )
+def tier_of(shared_memory, device):
     return SnapshotTier(
-        place,
+        place_of(shared_memory),
         ParallelLayout(),
         rank=0,
         epoch=1,
@@ -50,7 +29,7 @@ def tier_of(directory, device):
     )
 
 
-def trained(directory, monkeypatch, *, copies_first, waits=True):
+def trained(shared_memory, monkeypatch, *, copies_first, waits=True):
     """Launch steps that add 1 to the weights, with a snapshot after the second; return its value.
 
     The device does all of it only when the host has launched everything.
@@ -58,7 +37,7 @@ def trained(directory, monkeypatch, *, copies_first, waits=True):
     device = Device(copies_first=copies_first)
     copy = offload.foreach_copy
     monkeypatch.setattr(offload, "foreach_copy", lambda *pairs: device.launch(lambda: copy(*pairs)))
-    tier, weights = tier_of(directory, device), torch.zeros(1000)
+    tier, weights = tier_of(shared_memory, device), torch.zeros(1000)
     for step in range(1, 5):
         if waits:
             tier.before_update()
@@ -71,7 +50,7 @@ def trained(directory, monkeypatch, *, copies_first, waits=True):
     assert tier.votes() == (1.0, 0.0, 0.0)
     assert tier.agreed(1.0, 0.0) == 2
     assert weights.eq(4).all()
-    (path,) = directory.glob("own-*")
+    (path,) = shared_memory.glob("own-*")
     image = Image(path)
     header = image.verify(KEY)
     (part,) = image.index(header)
@@ -88,21 +67,21 @@ def trained(directory, monkeypatch, *, copies_first, waits=True):
 
 @pytest.mark.parametrize("copies_first", [True, False])
 def test_a_snapshot_is_of_its_step_however_late_or_early_its_copy_runs(
-    copies_first, directory, monkeypatch
+    copies_first, shared_memory, monkeypatch
 ):
-    assert trained(directory, monkeypatch, copies_first=copies_first).eq(2).all()
+    assert trained(shared_memory, monkeypatch, copies_first=copies_first).eq(2).all()
 
 
-def test_without_the_wait_a_late_copy_is_of_a_later_step(directory, monkeypatch):
-    found = trained(directory, monkeypatch, copies_first=False, waits=False)
+def test_without_the_wait_a_late_copy_is_of_a_later_step(shared_memory, monkeypatch):
+    found = trained(shared_memory, monkeypatch, copies_first=False, waits=False)
     assert found.eq(4).all()
 
 
 def test_without_a_wait_of_the_copy_for_the_step_an_early_one_is_of_an_earlier(
-    directory, monkeypatch
+    shared_memory, monkeypatch
 ):
     monkeypatch.setattr("device_streams.Stream.wait_stream", lambda *_: None)
-    found = trained(directory, monkeypatch, copies_first=True)
+    found = trained(shared_memory, monkeypatch, copies_first=True)
     assert found.eq(0).all()
 
 

@@ -29,11 +29,9 @@ from elastic_trainer.worker.progress import ApiError, StepCounter
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path):
+def _alone(one_rank):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
     for number, handler in handlers.items():  # a worker leaves them to its agent
         signal.signal(number, handler)
 

@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_script_checkpointer import checkpointer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,11 +14,8 @@ from elastic_trainer.worker.progress import ApiError
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
+def _alone(one_rank, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Position:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from keeper_place import place_of
 
 from elastic_trainer.state.snapshot_restore import _keep_only
-from elastic_trainer.state.snapshot_tier import KeeperPlace
 from elastic_trainer.state.snapshots.image import (
     ALIGNMENT,
     MAC_BYTES,
@@ -27,7 +27,6 @@ from elastic_trainer.state.snapshots.image import (
     parse_name,
     place,
 )
-from elastic_trainer.state.snapshots.peer import KeeperAddress
 
 NUM_DAMAGES = 1000
 KEY = bytes(range(32))
@@ -220,18 +219,7 @@ def test_what_a_restore_took_counts_as_committed_and_all_else_is_gone(tmp_path: 
     image = Image(torn)
     image.tear()
     image.close()
-    peer = KeeperAddress(node="a", address="::1", port=1)
-    place = KeeperPlace(
-        directory=tmp_path,
-        node="a",
-        local_rank=0,
-        workers=1,
-        members=(peer,),
-        spares=(),
-        authenticate=lambda _: b"",
-        image_key=KEY,
-    )
-    _keep_only(place, (7, 2))
+    _keep_only(place_of(tmp_path), (7, 2))
     assert list(tmp_path.iterdir()) == [taken]
     image = Image(taken)
     assert image.committed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -162,19 +163,26 @@ NAMES = [
 ]
 
 
-def index_of(rank: int, num_ranks: int) -> list[Part]:
-    """What one of `num_ranks` FSDP ranks holds: a slice of each tensor, and a scalar of each."""
-    rows = 4
-    parts = [part(name, (rows * num_ranks, 4096), (rows * rank, 0), (rows, 4096)) for name in NAMES]
-    return parts + [part(f"{name}.step", (), (), ()) for name in NAMES[: len(NAMES) // 3]]
+STEPS = [f"{name}.step" for name in NAMES[: len(NAMES) // 3]]
 
 
-def found_by(rank: int, num_ranks: int) -> list[tuple[Holding, list[Part]]]:
-    """Its own image and the copy it keeps for the rank before."""
-    before = (rank - 1) % num_ranks
+def index_of(rank: int, num_ranks: int, names: Iterable[str]) -> list[Part]:
+    """What one of `num_ranks` FSDP ranks holds: a slice of each tensor, and each scalar."""
     return [
-        (holding(rank, f"node-{rank:05}"), index_of(rank, num_ranks)),
-        (holding(before, f"node-{rank:05}", kind="copy"), index_of(before, num_ranks)),
+        part(name, (), (), ())
+        if name in STEPS
+        else part(name, (4 * num_ranks, 4096), (4 * rank, 0), (4, 4096))
+        for name in names
+    ]
+
+
+def found_by(
+    rank: int, num_ranks: int, names: Iterable[str] = (*NAMES, *STEPS)
+) -> list[tuple[Holding, list[Part]]]:
+    """Its own image and the copy it keeps for the rank before."""
+    return [
+        (holding(writer, f"node-{rank:05}", kind=kind), index_of(writer, num_ranks, names))
+        for writer, kind in ((rank, "own"), ((rank - 1) % num_ranks, "copy"))
     ]
 
 
@@ -183,7 +191,8 @@ def test_what_a_rank_sends_does_not_grow_with_the_ranks() -> None:
     sent = {}
     for num_ranks in (256, 16_384):
         rows = rows_for_owners(found_by(77, num_ranks), num_ranks)
-        boxes = [Box(p.name, p.offsets, p.sizes) for p in index_of(78, num_ranks)]
+        (_, wanted), _ = found_by(78, num_ranks)
+        boxes = [Box(p.name, p.offsets, p.sizes) for p in wanted]
         asked = questions_for_owners(boxes, num_ranks, node="node-00077", spread=77)
         sent[num_ranks] = sum(map(len, rows.values())), sum(map(len, asked.values()))
     for small, large in zip(sent[256], sent[16_384], strict=True):
@@ -199,38 +208,20 @@ def test_what_an_owner_keeps_at_16384_ranks() -> None:
     """The mean over owners is what one rank sends; the worst has a few whole tensors' rows."""
     num_ranks = 16_384
     owners = defaultdict(list)
-    for name in index_of(0, num_ranks):
-        owners[owner_of(name.name, num_ranks)].append(name.name)
+    for name in (*NAMES, *STEPS):
+        owners[owner_of(name, num_ranks)].append(name)
     worst = max(owners, key=lambda owner: len(owners[owner]))
-    mine = set(owners[worst])
-    told = []
-    for rank in range(num_ranks):
-        found = [
-            (held, [p for p in parts if p.name in mine])
-            for held, parts in found_by_names(rank, mine)
-        ]
-        told.append(rows_for_owners(found, num_ranks)[worst])
+    mine = sorted(owners[worst])  # whole indices of 16,384 ranks would take their time
+    told = [
+        rows_for_owners(found_by(rank, num_ranks, mine), num_ranks)[worst]
+        for rank in range(num_ranks)
+    ]
     assert sum(map(len, told)) < 10_000_000 * len(mine)
     owned = Owned(told)
     # Whoever grew into the world asks for a slice across others' borders.
-    (name,) = sorted(mine)[:1]
-    box = Box(name, (), ()) if name.endswith(".step") else Box(name, (4 * 5000 + 2, 0), (4, 4096))
+    name = mine[0]
+    box = Box(name, (), ()) if name in STEPS else Box(name, (4 * 5000 + 2, 0), (4, 4096))
     asked = questions_for_owners([box], num_ranks, node="new", spread=3)[worst]
     answer = owned.answer(asked)
     assert covers(box, [p for _, p in read_answer(answer)])
     assert len(answer) < 1000
-
-
-def found_by_names(rank: int, names: set[str]) -> list[tuple[Holding, list[Part]]]:
-    """As `found_by`, for some tensors alone: 16,384 whole indices would take their time."""
-    num_ranks = 16_384
-    made = []
-    for writer, kind in ((rank, "own"), ((rank - 1) % num_ranks, "copy")):
-        parts = [
-            part(name, (), (), ())
-            if name.endswith(".step")
-            else part(name, (4 * num_ranks, 4096), (4 * writer, 0), (4, 4096))
-            for name in sorted(names)
-        ]
-        made.append((holding(writer, f"node-{rank:05}", kind=kind), parts))
-    return made

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import threading
 from pathlib import Path
 
 import pytest
-from corpora import corpus_of, raw_tokens
+from at_once import at_once
+from corpora import corpus_of, raw_tokens, write_table
 from hypothesis import given
 from hypothesis import strategies as st
 from test_data import tokenizer_file
@@ -22,7 +22,6 @@ from elastic_trainer.data.tokenised import parts_of
 from elastic_trainer.storage.examine import COMPRESSED, examine
 
 pa = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
 
 TEXTS = [f"page {number} äöü 猫 " * (number % 7 + 1) for number in range(120)]
 FORMATS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "stream.arrow", "arrow"]
@@ -43,12 +42,8 @@ def write(file, texts, *, key="text", rows=9):
                 pa.compress(part, "zstd", asbytes=True) for part in (lines[:half], lines[half:])
             )
             file.write_bytes(b"".join(packed))
-        case "parquet":
-            parquet.write_table(table, file, row_group_size=rows)
-        case name:
-            make = pa.ipc.new_stream if name == "stream.arrow" else pa.ipc.new_file
-            with pa.OSFile(str(file), "wb") as out, make(out, table.schema) as writer:
-                writer.write_table(table, max_chunksize=rows)
+        case _:
+            write_table(file, table, rows=rows)
     return file
 
 
@@ -171,12 +166,8 @@ def test_the_tokens_do_not_depend_on_who_encodes(name, size, tmp_path, monkeypat
         crew = Crew(rank=rank, size=size, beat=beat, encoded=lambda *part: told.append(part))
         found[rank] = opened(file, tmp_path, format_of(name), crew=crew)
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == size
+    ranks = iter(range(size))
+    at_once(size, lambda: work(next(ranks)))
     for source in found.values():
         assert source.tokens[:].tolist() == expected(TEXTS)
         assert source.identity == found[0].identity
@@ -364,21 +355,16 @@ def test_check_finds_tables_without_pyarrow(tmp_path, monkeypatch):
 EXAMPLES = [{"messages": CHAT}, {"messages": CHAT[:2]}]
 
 
-@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("name", ["parquet", "stream.arrow", "jsonl.gz"])
 def test_chats_of_a_table_are_those_of_lines(name, tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(f"{json.dumps(example)}\n" for example in EXAMPLES))
     file = tmp_path / f"b.{name}"
-    table = pa.Table.from_pylist(
-        [{**example, "source": "x", "prompt": None} for example in EXAMPLES]
-    )
-    if name == "parquet":
-        parquet.write_table(table, file)
-    elif name == "arrow":
-        with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-            writer.write_table(table)
-    else:
+    if name == "jsonl.gz":
         file.write_bytes(gzip.compress(lines.read_bytes()))
+    else:
+        rows = [{**example, "source": "x", "prompt": None} for example in EXAMPLES]
+        write_table(file, pa.Table.from_pylist(rows))
     of_lines, of_table = (
         corpus_of(each, tmp_path / each.name.replace(".", "-"), seq_len=160, format="sft")
         for each in (lines, file)
@@ -392,6 +378,6 @@ def test_preference_pairs_are_refused_with_what_to_use(name, tmp_path):
     if name == "a.jsonl":
         (tmp_path / name).write_text(json.dumps(pair) + "\n")
     else:
-        parquet.write_table(pa.Table.from_pylist([pair]), tmp_path / name)
+        write_table(tmp_path / name, pa.Table.from_pylist([pair]))
     with pytest.raises(DataError, match=r"^HF708 data\.path: .*preference pair.*messages"):
         corpus_of(tmp_path / name, tmp_path, format="sft")

@@ -34,17 +34,12 @@ from elastic_trainer.parallel.transformers_plan import apply_plan  # noqa: E402
 from elastic_trainer.plan.layout import ParallelLayout  # noqa: E402
 from elastic_trainer.state.state import live_tensors  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers', and of the fake process group
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # transformers', and of the fake process group
+    pytest.mark.usefixtures("one_thread"),
+]
 SEED = 20261128
 ONE = ParallelLayout()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from elastic_trainer.agent.membership.notices import (
     JobStopped,
     NodesAwaited,
     WorkersFailed,
-    WorkersRunning,
 )
 from elastic_trainer.agent.workers import reporter
 from elastic_trainer.agent.workers.reporter import LONGEST_S, Voice, Waiting
@@ -50,11 +49,9 @@ def test_a_failure_of_another_node_and_the_end_are_said(
     bench.env["CHILD_ACT"] = "train"
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(1, ME, OTHER))
-        m.expect(WorkersRunning)
+        m.begin(1, ME, OTHER)
         m.say(EpochAborted(epoch=1, reason="rank 3 failed: boom", victims=("n0",)))
-        m.say(formed(2, ME))
-        m.expect(WorkersRunning)
+        m.begin(2, ME)
         m.say(JobStopped(code=94, reason="3 restarts"))
         assert m.closing.wait(t.DEADLINE_S)
 
