@@ -29,7 +29,7 @@ from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.storage.typed import build
 from elastic_trainer.worker.heartbeat import AXES
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raise it when a message changes: only agents of the same protocol mix."""
 MAX_NAME_CHARS: Final = 255
 """As of a host's name."""
