@@ -17,11 +17,16 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elastic_trainer.model.decoder import CausalModel
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.worker.heartbeat import AXES, Heartbeat, StepPart
-from elastic_trainer.worker.torch_private import TorchDispatchMode, when_compiling
+from elastic_trainer.worker.torch_private import (
+    AsyncCollectiveTensor,
+    TorchDispatchMode,
+    when_compiling,
+)
 
 T = TypeVar("T")
 
@@ -149,6 +154,10 @@ FIRST_SAMPLED: Final = 5
 """Of an epoch's steps: kernels are chosen and caches warm."""
 
 
+_DESUGARED: Final = (DTensor, AsyncCollectiveTensor)
+"""Operations on these become plain ones first, with the collectives among them."""
+
+
 class Collectives(TorchDispatchMode):
     """Times the collectives of tp, cp and ep while it is entered; numbers stay the same.
 
@@ -187,7 +196,7 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         """Run `func`, and time it if it is a collective or the wait for one."""
-        if types:  # DTensors and results on their way become plain operations first
+        if any(issubclass(each, _DESUGARED) for each in types):
             return NotImplemented
         if getattr(func, "namespace", "") != "_c10d_functional":
             return func(*args, **(kwargs or {}))
