@@ -10,6 +10,10 @@ from typing import Any, Final
 
 from elastic_trainer.plan.layout import ParallelLayout
 
+PARTS: Final = ("compute", "tp", "cp", "ep", "dp", "pp")
+"""Parts of a step whose times are predicted and measured: forward and backward, the collectives of
+axes inside them, waiting for parameters and gradients, and for stages. The rest is data, the
+gradient's norm and the update."""
 MAX_RUNGS: Final = 1_000_000
 """More nodes than any job has; a few bytes of job.json could ask for any number."""
 
@@ -24,6 +28,8 @@ class Rung:
     """Micro-batches every dp rank runs per step, padded ones included."""
     tokens_per_s: float | None = None
     """Predicted; None of a script, or a GPU of which nothing is known."""
+    shares: tuple[float, ...] = ()
+    """Predicted, of the step's time, by `PARTS`; empty where `tokens_per_s` is None."""
     memory_gib: float | None = None
     """Predicted bytes of the fullest rank in GiB; None of a GPU or model that is not known."""
     no_sync: bool = False
@@ -36,7 +42,8 @@ class Rung:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Rung:
         """Invert `to_dict`."""
-        return cls(**{**raw, "layout": ParallelLayout.from_dict(raw["layout"])})
+        layout, shares = ParallelLayout.from_dict(raw["layout"]), tuple(raw.get("shares", ()))
+        return cls(**{**raw, "layout": layout, "shares": shares})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +83,9 @@ class Ladder:
 
         An entry has its first rung, with the layout as text, and where it has more: their number
         (`count`) and what each has less than the one before (`nodes_step`, `dp_step`). What else
-        differs, of `dp_replicate`, `ep`, `memory_gib` and `tokens_per_s`, is a list, a figure a
-        rung. `memory_gib` and `no_sync` are left out where they are those of the last rung of the
-        entry before.
+        differs, of `dp_replicate`, `ep`, `memory_gib`, `tokens_per_s` and `shares`, is a list, a
+        figure a rung. `memory_gib` and `no_sync` are left out where they are those of the last
+        rung of the entry before.
         """
         ranges: list[list[Rung]] = []
         for rung in self.rungs:
@@ -146,7 +153,7 @@ def _rest(rung: Rung) -> Rung:
     """Return `rung` without its nodes, dp, what dp is split into, memory and speed."""
     layout = dataclasses.replace(rung.layout, dp=1, dp_replicate=1, ep=1)
     plain = dataclasses.replace(rung, num_nodes=0, layout=layout)
-    return dataclasses.replace(plain, memory_gib=None, tokens_per_s=None)
+    return dataclasses.replace(plain, memory_gib=None, tokens_per_s=None, shares=())
 
 
 def _continues(rungs: list[Rung], rung: Rung) -> bool:
@@ -164,6 +171,9 @@ def _range_to_dict(rungs: list[Rung], last: Rung | None) -> dict[str, Any]:
     speeds = [rung.tokens_per_s for rung in rungs]
     if set(speeds) != {None}:
         entry["tokens_per_s"] = speeds[0] if len(set(speeds)) == 1 else speeds
+    shares = [list(rung.shares) for rung in rungs]
+    if any(shares):
+        entry["shares"] = shares if any(each != shares[0] for each in shares) else shares[0]
     if first.no_sync != (last is not None and last.no_sync):
         entry["no_sync"] = first.no_sync
     memory = [rung.memory_gib for rung in rungs]
@@ -188,9 +198,11 @@ def _rungs_of(entry: dict[str, Any], last: Rung | None) -> Iterator[Rung]:
     each = memory if isinstance(memory, list) else [memory] * count
     speed = first.pop("tokens_per_s", None)
     speeds = speed if isinstance(speed, list) else [speed] * count
+    share = first.pop("shares", ())
+    shares = share if share and isinstance(share[0], list) else [share] * count
     splits = {name: first.pop(name) for name in _SPLITS if name in first}
     rung = Rung.from_dict(first)
-    if any(len(listed) != count for listed in (each, speeds, *splits.values())):
+    if any(len(listed) != count for listed in (each, speeds, shares, *splits.values())):
         raise ValueError("an entry of the ladder has a list that is not as long as its rungs")
     for index in range(count):
         degrees = {name: listed[index] for name, listed in splits.items()}
@@ -200,4 +212,5 @@ def _rungs_of(entry: dict[str, Any], last: Rung | None) -> Iterator[Rung]:
             layout=dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp, **degrees),
             memory_gib=each[index],
             tokens_per_s=speeds[index],
+            shares=tuple(shares[index]),
         )

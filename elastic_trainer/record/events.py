@@ -76,6 +76,10 @@ EVENTS: Final[dict[str, str]] = {
     "worker.hung": "All wait for it. member, worker_rank, section, part, idle_s, state, detail",
     "stacks.dumped": "What hung workers were doing was kept. folder, files, seconds, problem",
     "worker.slow": "Slower than its peers. member, host, worker_rank, section, ratio, own_s, swap",
+    "step.parts": (
+        "What parts of a step take: seconds, medians of the ranks of each stage; once a minute. "
+        "stages, apart"
+    ),
     "worker.unreapable": "A killed worker has not ended; if stuck the node leaves. pid, stuck",
     "script.progress": (
         "The newest step that a script has shown; at most one a second. "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from elastic_trainer.state.state import TrainingState
 from elastic_trainer.train.engine import Engine, make_deterministic
 from elastic_trainer.train.feed import Feed, SampleLedger
 from elastic_trainer.train.guard import Guard, NumbersError
-from elastic_trainer.train.marks import DeviceTimes, marked_data
+from elastic_trainer.train.marks import Collectives, DeviceTimes, marked_data
 from elastic_trainer.train.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -161,12 +161,13 @@ class Trainer:
         _ = self.session.ranks  # before the mesh's groups, on every rank alike
 
     def _build_model(self) -> None:
-        self.mark = self.heartbeat.mark
+        self.mark, timed = self.heartbeat.mark, None
         if self.device.type == "cuda":
             timed = partial(torch.cuda.Event, enable_timing=True)
             self.device_times = DeviceTimes(self.heartbeat, timed)
             self.mark = self.device_times.mark
         self.engine = Engine(self.config, self.rung, self.who.rank, self.device, mark=self.mark)
+        self.collectives = Collectives(self.engine.meshes, self.heartbeat, timed)
         self._built(self.engine)
 
     def _allocate(self) -> None:
@@ -278,6 +279,7 @@ class Trainer:
     def _loop(self) -> int:
         steps = self.config.train.steps
         loss: float | None = None
+        self._first = self.step + 1
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
         self._reported_mono = time.monotonic()
         self._compare_replicas(before_save=True)
@@ -320,13 +322,16 @@ class Trainer:
         tokens = self.feed.tokens(step)
         if self.device_times is not None:
             self.device_times.begin_step()
-        loss_sum = self.engine.forward_backward(
-            marked_data(self.feed.micro_batches(step), self.mark), tokens
-        )
+        timed = self.collectives.due(step, self._first) and not train.compile
+        with self.collectives if timed else nullcontext():
+            loss_sum = self.engine.forward_backward(
+                marked_data(self.feed.micro_batches(step), self.mark), tokens
+            )
         self.mark(StepPart.SUMS)
         if self.device_times is not None:
             self.device_times.end_step()
         result = self._agree(loss_sum, step, tokens)
+        self.collectives.end_step()
         self.heartbeat.mark(StepPart.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
         if result.decision.applies:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from elastic_trainer.record.script_steps import StepSource
 
@@ -61,6 +62,9 @@ class StepPart(enum.IntEnum):
     """In torch.compile, for the first time or again."""
 
 
+AXES: Final = ("tp", "cp", "ep")
+"""Axes of the mesh whose collectives are inside forward and backward."""
+
 WAITING = frozenset({StepPart.GATHER, StepPart.PIPELINE, StepPart.REDUCE})
 """Parts in which a healthy worker stands still when another does."""
 
@@ -85,7 +89,9 @@ _MILLI_BITS = 20
     _SOURCE,
 ) = range(14)
 _TOTALS = 16
-_GAPS = _TOTALS + 16
+_SAMPLED = _TOTALS + 16
+_INSIDE = _SAMPLED + 1
+_GAPS = _INSIDE + len(AXES)
 _SIZE = 8 * (_GAPS + len(StepPart) * BUCKETS)
 
 
@@ -133,6 +139,10 @@ class Pace:
     """By `StepPart`."""
     gaps: tuple[tuple[int, ...], ...]
     """By `StepPart`: how many gaps between two marks fell into each bucket."""
+    sampled: int = 0
+    """Steps whose collectives were timed."""
+    inside_s: tuple[float, ...] = (0.0,) * len(AXES)
+    """By `AXES`: what collectives inside forward and backward took in those steps."""
 
 
 def bucket_of(gap_ns: int) -> int:
@@ -210,6 +220,16 @@ class Heartbeat:
         """Worker: add to what `part` has taken."""
         self._words[_TOTALS + part] += int(seconds * 1e9)
 
+    def add_inside(self, seconds: Collection[float]) -> None:
+        """Worker: add what collectives took in one step that was timed, by `AXES`."""
+        for at, each in enumerate(seconds, _INSIDE):
+            self._words[at] += int(each * 1e9)
+        self._words[_SAMPLED] += 1
+
+    def part(self) -> StepPart:
+        """Worker: the part that it is in."""
+        return StepPart(self._words[_PART])
+
     def compare_within(self, lane: int) -> None:
         """Worker: say which ranks make the same marks as this one."""
         self._words[_LANE] = lane
@@ -244,7 +264,12 @@ class Heartbeat:
         words, parts = self._words, range(len(StepPart))
         totals = tuple(words[_TOTALS + part] / 1e9 for part in parts)
         starts = (_GAPS + part * BUCKETS for part in parts)
-        return Pace(totals, tuple(tuple(words[at : at + BUCKETS]) for at in starts))
+        return Pace(
+            totals,
+            tuple(tuple(words[at : at + BUCKETS]) for at in starts),
+            words[_SAMPLED],
+            tuple(each / 1e9 for each in words[_INSIDE:_GAPS]),
+        )
 
     def ask(self, request: Request) -> None:
         """Agent: add to what is asked for."""

@@ -27,6 +27,8 @@ TESTED: Final = "2.11 to 2.15 (the trainer: 2.13 to 2.15)"
 _NAMES: Final[Mapping[str, str]] = {
     # Public in name, in modules that are not.
     "FakeStore": "torch.testing._internal.distributed.fake_pg",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
     "all_reduce": "torch.distributed._functional_collectives",
     "all_to_all_single_autograd": "torch.distributed._functional_collectives",

@@ -22,7 +22,7 @@ from typing import Final
 from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.plan.layout import ParallelLayout, micro_batches_per_rank
 from launcher.plan.search import ROOM, Speeds, num_rounds
-from launcher.plan.step_time import Hardware, step_time
+from launcher.plan.step_time import Hardware, StepTime, step_time
 from launcher.spec.gpu_memory import GIB
 from launcher.spec.rules import JobFacts, divisors, layout_findings
 from launcher.spec.spec import JobSpec
@@ -46,6 +46,7 @@ class _Option:
 
     num_nodes: int
     layout: ParallelLayout
+    time: StepTime
     step_s: float
 
     @property
@@ -79,7 +80,7 @@ def rungs(
     tokens = facts.global_batch * facts.seq_len
     change_s = mesh_change(facts, speeds[0], standby=standby).seconds
     for each in _Predicted(facts, top, speeds).ladder(min_nodes, sizes, change_s):
-        yield _rung(facts, each.num_nodes, each.layout, tokens / each.step_s)
+        yield _rung(facts, each.num_nodes, each.layout, tokens / each.step_s, each.time.shares())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,11 @@ def predicted_step_s(spec: JobSpec, rung: Rung) -> float | None:
 
 
 def _rung(
-    facts: JobFacts, num_nodes: int, layout: ParallelLayout, tokens_per_s: float | None
+    facts: JobFacts,
+    num_nodes: int,
+    layout: ParallelLayout,
+    tokens_per_s: float | None,
+    shares: tuple[float, ...] = (),
 ) -> Rung:
     memory = None
     if facts.memory_gib is not None:
@@ -119,6 +124,7 @@ def _rung(
         layout=layout,
         micro_batches=num_rounds(facts, layout),
         tokens_per_s=None if tokens_per_s is None else float(f"{tokens_per_s:.4g}"),
+        shares=shares,
         memory_gib=memory,
         no_sync=facts.skips_sync(layout),
     )
@@ -188,7 +194,8 @@ class _Predicted:
     def timed(self, num_nodes: int, layout: ParallelLayout) -> _Option:
         """Return a layout with its step's time."""
         work, rounds = self.facts.work(layout), num_rounds(self.facts, layout)
-        return _Option(num_nodes, layout, step_time(work, layout, rounds, *self.speeds).total)
+        time = step_time(work, layout, rounds, *self.speeds)
+        return _Option(num_nodes, layout, time, time.total)
 
     def fitted(self, option: _Option) -> _Option | None:
         """Return the option with what copies of the parameters fit, see `fitting`."""

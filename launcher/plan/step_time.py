@@ -24,6 +24,7 @@ from math import log2
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from elastic_trainer.plan.ladder import PARTS
 from elastic_trainer.plan.layout import ParallelLayout, end_weight, split_evenly
 from elastic_trainer.plan.models import ModelShape
 from launcher.spec.gpu_memory import Workload
@@ -224,6 +225,17 @@ class StepTime:
     def items(self) -> dict[str, float]:
         """Return item -> seconds."""
         return dict(zip(_ITEMS, _VALUES(self), strict=True))
+
+    def shares(self) -> tuple[float, ...]:
+        """Return the shares of the total by `PARTS`; update and growth are left over."""
+        parts = {
+            **self.items(),
+            "compute": (
+                self.matmul + self.attention + self.elementwise + self.launch + self.recompute
+            ),
+            "pp": self.bubble + self.p2p,
+        }
+        return tuple(round(parts[part] / self.total, 3) for part in PARTS)
 
 
 _ITEMS: Final = tuple(field.name for field in dataclasses.fields(StepTime))

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from elastic_trainer.plan.command import UNKNOWN_STEPS
 from elastic_trainer.plan.config import TrainConfig
+from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.record.events import Event
 from elastic_trainer.record.failures import Kind
 from launcher.record.event import counts, describe, node_names, number, parked_text
@@ -52,6 +53,8 @@ class TrainingStatus:
         self.coordinator = ""
         self.slow: dict[str, str] = {}
         """Node with a slow rank in this epoch -> the part of a step that it is slow in."""
+        self.parts: Event | None = None
+        """The newest `step.parts` of this epoch."""
         self.restarts = 0
         self.validation: tuple[int, float] | None = None
         """Step and loss of the newest validation; None: there was none."""
@@ -192,6 +195,8 @@ class TrainingStatus:
             case "worker.slow" if (event.epoch or 0) >= self.epoch:
                 member = str(event.fields.get("member") or event.node)
                 self.slow[member] = str(event.fields.get("section") or "?")
+            case "step.parts" if (event.epoch or 0) >= self.epoch:
+                self.parts = event
             case "epoch.delayed":
                 self.delay_s = number(event, "seconds") or 0.0
             case "coordinator.elected":
@@ -262,7 +267,7 @@ class TrainingStatus:
         self.spares = node_names(event.fields.get("spares"))
         self.coordinator = str(event.fields.get("coordinator") or event.node or "")
         self.parked, self.joined, self.state, self.steps = None, None, "forming", []
-        self.slow = {}
+        self.slow, self.parts = {}, None
 
     def _take_step(self, event: Event) -> None:
         # Every rank may report a step; the first report of a newer one counts.
@@ -320,8 +325,13 @@ class TrainingStatus:
 
 def predicted_rate(config: TrainConfig, layout: str) -> float | None:
     """Return the tokens/s that were planned for a layout, by its text; None: nothing was."""
-    rungs = config.ladder.rungs
-    return next((each.tokens_per_s for each in rungs if str(each.layout) == layout), None)
+    rung = rung_of(config, layout)
+    return None if rung is None else rung.tokens_per_s
+
+
+def rung_of(config: TrainConfig, layout: str) -> Rung | None:
+    """Return the rung with a layout, by its text; None: there is none."""
+    return next((each for each in config.ladder.rungs if str(each.layout) == layout), None)
 
 
 def steps_asked(config: TrainConfig) -> int | None:

@@ -988,9 +988,11 @@ class Coordinator(Role):
     def _paced(self, peer: Peer, report: WorkersPaced) -> None:
         """Compare a node's ranks with their peers; swap a slow one where the job says so."""
         ctx = self.ctx
-        if ctx.settings.straggler == "off":
-            return
-        for found in self.stragglers.take(peer.member.node, report.ranks):
+        slow = self.stragglers.take(peer.member.node, report.ranks)
+        parts = self.stragglers.parts(peer.member.node, of=len(self.members))
+        if parts is not None:
+            ctx.log("step.parts", **parts)
+        for found in slow if ctx.settings.straggler != "off" else ():
             swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
             known = self.peers.of_node(found.node)
             ctx.log(

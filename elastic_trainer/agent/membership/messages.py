@@ -27,8 +27,9 @@ from elastic_trainer.agent.membership.notices import (
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.storage.typed import build
+from elastic_trainer.worker.heartbeat import AXES
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raise it when a message changes: only agents of the same protocol mix."""
 MAX_NAME_CHARS: Final = 255
 """As of a host's name."""
@@ -387,7 +388,10 @@ def _check_ranks(report: Report) -> None:
         case WorkersSeen(workers=workers):
             about = workers
         case WorkersPaced(ranks=about):
-            if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):
+            if any(
+                len(pace.own_s) != len(OWN_PARTS) or len(pace.inside_s) not in (0, len(AXES))
+                for pace in about
+            ):
                 raise ValueError(f"WorkersPaced.ranks is {about!r:.80}")
     if any(not 0 <= one.rank < MAX_RANKS for one in about):
         raise ValueError(f"a rank in {report!r:.80}")

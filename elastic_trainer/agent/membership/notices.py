@@ -301,12 +301,16 @@ class WorkersSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
-    """How long a rank's own work took lately."""
+    """How long a rank's own work took lately, and its waits."""
 
     rank: int
     lane: int
     own_s: tuple[float, ...]
     """Seconds a step, by `stragglers.OWN_PARTS`."""
+    waits_s: tuple[float, float] = (0.0, 0.0)
+    """The same of waits for parameters and gradients of others, and for other stages."""
+    inside_s: tuple[float, ...] = ()
+    """By `heartbeat.AXES`, of forward and backward in `own_s`: collectives. Empty: not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

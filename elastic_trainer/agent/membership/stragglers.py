@@ -1,4 +1,4 @@
-"""Slow ranks: each rank's own time in a step beside that of its peers. Pure.
+"""Slow ranks: each rank's own time in a step beside that of its peers; parts of a step. Pure.
 
 Only the parts of a step in which a rank works count, not those in which it waits, for
 there all others take as long as the slowest. Times are those of the host: what only a
@@ -10,10 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from elastic_trainer.agent.membership.notices import RankPace
-from elastic_trainer.worker.heartbeat import StepPart
+from elastic_trainer.worker.heartbeat import AXES, StepPart
 
 OWN_PARTS: Final = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
 """The order of `RankPace.own_s`."""
@@ -25,6 +25,8 @@ LEAST_S: Final = 0.005
 """… and so many seconds a step, …"""
 TIMES: Final = 3
 """… in so many reports in a row."""
+ROUNDS: Final = 6
+"""Of reports of all nodes, from one record of the step's parts to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Stragglers:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
         self._starts: dict[str, Mapping[str, float]] = {}
+        self._came: set[str] = set()
+        """Nodes that have reported since the last round."""
+        self._rounds = 0
 
     def started(
         self, node: str, phases: Mapping[str, float], *, of: int
@@ -82,6 +87,25 @@ class Stragglers:
                 found.append(slow)
         return found
 
+    def parts(self, node: str, *, of: int) -> dict[str, Any] | None:
+        """Return the fields of `step.parts` when it is due, with the report of `node`.
+
+        It is once each `of` so many nodes has reported, and then every `ROUNDS` times; never of
+        scripts, which tell no parts.
+        """
+        self._came.add(node)
+        if not of or len(self._came) < of:  # a successor does not know the members' number
+            return None
+        self._came.clear()
+        self._rounds += 1
+        if self._rounds % ROUNDS != 1:
+            return None
+        ranks = [(known.node, known.pace) for known in self._known.values()]
+        stages = stages_of(ranks)
+        if not any(stage["compute"] for stage in stages):
+            return None
+        return {"stages": stages, "apart": apart_of(ranks)}
+
     def _compare(self, known: _Known) -> Slow | None:
         own = known.pace
         peers = [
@@ -100,3 +124,52 @@ class Stragglers:
         ratio = mine / theirs if theirs > 0 else float(FACTOR)
         section = OWN_PARTS[worst].name.lower()
         return Slow(own.rank, known.node, section, round(ratio, 2), round(mine, 6))
+
+
+# -- Parts of a step, over all ranks --------------------------------------------------------------
+
+
+def parts_of(pace: RankPace) -> dict[str, float]:
+    """Return part of a step -> seconds of a rank.
+
+    `compute` is forward and backward, without the collectives of the axes that follow it: these are
+    missing where they were not timed. `dp` waits for parameters and gradients, `pp` for stages.
+    """
+    data, forward, backward, _ = pace.own_s
+    inside = dict(zip(AXES, pace.inside_s, strict=False))
+    compute = max(0.0, forward + backward - sum(inside.values()))
+    waits = dict(zip(("dp", "pp"), pace.waits_s, strict=True))
+    return {"compute": compute, **inside, **waits, "data": data}
+
+
+def stages_of(ranks: Sequence[tuple[str, RankPace]]) -> list[dict[str, float]]:
+    """Return part -> seconds a step, the median of ranks, for each place in the pipeline in order.
+
+    `ranks` has node and pace of each; a part counts if all ranks of a place know it.
+    """
+    lanes: dict[int, list[dict[str, float]]] = {}
+    for _, pace in ranks:
+        lanes.setdefault(pace.lane, []).append(parts_of(pace))
+    return [_medians(found) for _, found in sorted(lanes.items())]
+
+
+def apart_of(ranks: Sequence[tuple[str, RankPace]]) -> dict[str, str]:
+    """Return part -> node that takes `FACTOR` times what it takes the others of its lane."""
+    nodes: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for node, pace in ranks:
+        nodes.setdefault((pace.lane, node), []).append(parts_of(pace))
+    medians = {key: _medians(found) for key, found in nodes.items()}
+    apart: dict[str, tuple[float, str]] = {}
+    for (lane, node), mine in medians.items():
+        others = [each for key, each in medians.items() if key[0] == lane and key[1] != node]
+        usual = _medians(others)
+        for part in mine.keys() & usual.keys():
+            lost = mine[part] - usual[part]
+            if lost >= LEAST_S and mine[part] >= FACTOR * usual[part]:
+                apart[part] = max(apart.get(part, (0.0, "")), (lost, node))
+    return {part: node for part, (_, node) in sorted(apart.items())}
+
+
+def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    shared = [part for part in (found[0] if found else ()) if all(part in each for each in found)]
+    return {part: round(statistics.median(each[part] for each in found), 6) for part in shared}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
 from elastic_trainer.agent.hangs.stacks import gather_fronts, held_s, state_of
@@ -11,7 +11,7 @@ from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.record.flight_recorder import Front
-from elastic_trainer.worker.heartbeat import Section
+from elastic_trainer.worker.heartbeat import Pace, Section, StepPart
 
 LEARN_S = 1.0
 """Between two looks at the histograms."""
@@ -26,7 +26,11 @@ AGREE_S = 0.2
 """Apart at least are two looks at a worker's collectives that must show the same. One alone may
 catch it between two, while its device still works."""
 
-_NONE: tuple[int, tuple[float, ...]] = (0, ())
+_NONE = 0, Pace((), ())
+
+
+def _each(new: Sequence[float], old: Sequence[float], steps: int) -> tuple[float, ...]:
+    return tuple((after - before) / steps for after, before in zip(new, old, strict=True))
 
 
 class HangMonitor:
@@ -49,8 +53,10 @@ class HangMonitor:
         self._fronts: dict[int, tuple[float, Mapping[str, Front]]] = {}
         """Rank -> how far it is in its collectives, and since when it is seen to be."""
         self._paced = clock()
-        self._paces: dict[int, tuple[int, tuple[float, ...]]] = {}
-        """Local rank -> step and totals at the last report."""
+        self._paces: dict[int, tuple[int, Pace]] = {}
+        """Local rank -> step and pace at the last report."""
+        self._inside: dict[int, tuple[float, ...]] = {}
+        """Local rank -> what collectives took in the steps that were timed last."""
 
     def look(self) -> list[WorkerProgress]:
         """Read the heartbeats and return the progress of each worker."""
@@ -102,17 +108,27 @@ class HangMonitor:
         beats = {s.local_rank: s.beat for s in self._progress if s.beat.section is Section.STEP}
         before = self._paces
         self._paces = {
-            local: (beats[local].step, pace.totals_s)
+            local: (beats[local].step, pace)
             for local, pace in self._workers.paces().items()
             if local in beats
         }
         ranks = []
         for local, target in self._workers.processes().items():
-            step, totals = self._paces.get(local, _NONE)
+            step, new = self._paces.get(local, _NONE)
             old_step, old = before.get(local, _NONE)
-            if old and totals and step > old_step:
-                own = tuple((totals[p] - old[p]) / (step - old_step) for p in OWN_PARTS)
-                ranks.append(RankPace(rank=target.rank, lane=beats[local].lane, own_s=own))
+            if timed := new.sampled - old.sampled:
+                self._inside[local] = _each(new.inside_s, old.inside_s, timed)
+            if old.totals_s and new.totals_s and step > old_step:
+                spent = _each(new.totals_s, old.totals_s, step - old_step)
+                ranks.append(
+                    RankPace(
+                        rank=target.rank,
+                        lane=beats[local].lane,
+                        own_s=tuple(spent[part] for part in OWN_PARTS),
+                        waits_s=(spent[StepPart.GATHER], spent[StepPart.PIPELINE]),
+                        inside_s=self._inside.get(local, ()),
+                    )
+                )
         return WorkersPaced(epoch=epoch, ranks=tuple(ranks)) if ranks else None
 
     def _settled(self, found: Mapping[int, Mapping[str, Front]]) -> dict[int, Mapping[str, Front]]:

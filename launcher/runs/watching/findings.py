@@ -21,7 +21,8 @@ from elastic_trainer.plan.config import ElasticSection
 from elastic_trainer.record.failures import Kind
 from elastic_trainer.record.signatures import signature_of
 from launcher.platforms.base import JobState, JobStatus
-from launcher.record.status import TrainingStatus
+from launcher.record.status import TrainingStatus, rung_of
+from launcher.record.step_parts import largest_excess
 from launcher.record.timeline import StepDone
 
 SLOWER: Final = 1.3
@@ -218,7 +219,27 @@ def _slow_steps(training: TrainingStatus) -> Finding | None:
         ranks = ", ".join(f"{node} ({part})" for node, part in training.slow.items())
         return Finding(FindingKind.SLOW_STEPS, f"{text}: slow in {ranks}")
     fix = "`holdfast preflight` measures clocks and collectives of the nodes"
-    return Finding(FindingKind.SLOW_STEPS, f"{text}: all ranks alike", fix)
+    return Finding(FindingKind.SLOW_STEPS, f"{text}: {_excess(training, tokens)}", fix)
+
+
+def _excess(training: TrainingStatus, tokens: int) -> str:
+    """Return which ranks are slow, and in what, as far as the record tells."""
+    rung, event = rung_of(training.config, training.layout), training.parts
+    rate, predicted = training.tokens_per_s, training.predicted_tokens_per_s
+    if rung is None or event is None or not rate or not predicted:
+        return "all ranks alike"
+    excess = largest_excess(
+        tokens / rate,
+        tokens / predicted,
+        rung.shares,
+        event.fields.get("stages", ()),
+        compiled=training.config.train.compile,
+    )
+    if excess is None:
+        return "all ranks alike"
+    node = event.fields.get("apart", {}).get(excess.part)
+    where = "all ranks" if excess.stage is None else f"stage {excess.stage}"
+    return f"{where if node is None else node}, {excess}"
 
 
 # --- nodes -----------------------------------------------------------------------------------

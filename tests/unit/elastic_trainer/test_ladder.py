@@ -107,6 +107,17 @@ def test_what_dp_is_split_into_and_memory_may_differ_within_an_entry():
     assert Ladder.from_ranges([first, second]) == Ladder((*rungs, below))
 
 
+def test_shares_of_the_step_may_differ_within_an_entry():
+    for listed in ([(0.5, 0.25), (0.75, 0.125)], [(0.5, 0.25)] * 2):
+        rungs = tuple(
+            Rung(num_nodes=n, layout=ParallelLayout(dp=n), micro_batches=1, shares=shares)
+            for n, shares in zip((2, 1), listed, strict=True)
+        )
+        (entry,) = Ladder(rungs).to_ranges()
+        assert entry["count"] == 2
+        assert Ladder.from_ranges(json.loads(json.dumps([entry]))) == Ladder(rungs)
+
+
 def test_a_list_that_is_not_as_long_as_its_rungs_is_no_ladder():
     (entry,) = Ladder.data_parallel(max_nodes=3, min_nodes=1, workers=8).to_ranges()
     assert Ladder.from_ranges([{**entry, "memory_gib": [1.0, 2.0, 3.0]}])

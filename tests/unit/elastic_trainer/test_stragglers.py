@@ -7,7 +7,15 @@ from membership_sim import Cluster
 from test_membership import coordinator, settings
 
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced
-from elastic_trainer.agent.membership.stragglers import FACTOR, TIMES, Slow, Stragglers
+from elastic_trainer.agent.membership.stragglers import (
+    FACTOR,
+    ROUNDS,
+    TIMES,
+    Slow,
+    Stragglers,
+    apart_of,
+    stages_of,
+)
 
 USUAL = (0.01, 0.1, 0.2, 0.05)
 
@@ -98,3 +106,50 @@ def test_a_slow_node_gives_its_place_to_a_spare(what: str) -> None:
     assert (slow in after) == (what != "swap")
     assert len(after) == 3
     assert slow not in coordinator(cluster).machine.ctx.excluded
+
+
+def timed(rank, *, lane=0, forward=1.0, tp=0.5, gather=0.2, known=True):
+    """Return a pace whose backward takes twice its forward."""
+    return RankPace(
+        rank=rank,
+        lane=lane,
+        own_s=(0.1, forward, 2 * forward, 0.3),
+        waits_s=(gather, 0.0),
+        inside_s=(tp, 0.0, 0.0) if known else (),
+    )
+
+
+def test_parts_of_a_step_are_medians_of_each_stage():
+    ranks = [("n1", timed(0)), ("n1", timed(1, tp=0.7)), ("n2", timed(2, lane=1, known=False))]
+    first, second = stages_of(ranks)
+    assert first == pytest.approx(
+        {"compute": 2.4, "tp": 0.6, "cp": 0.0, "ep": 0.0, "dp": 0.2, "pp": 0.0, "data": 0.1}
+    )
+    # What is not known of one rank is not known of its stage.
+    assert second == pytest.approx({"compute": 3.0, "dp": 0.2, "pp": 0.0, "data": 0.1})
+
+
+def test_a_node_is_told_apart_from_the_others_of_its_stage():
+    usual = [(f"n{rank}", timed(rank)) for rank in range(3)]
+    assert apart_of(usual) == {}
+    assert apart_of(usual[:1]) == {}
+    # All of a stage are slower than those of another: that is no node's doing.
+    assert apart_of([*usual, *((f"m{r}", timed(r, lane=1, tp=2.0)) for r in (3, 4))]) == {}
+    assert apart_of([*usual, ("n3", timed(3, tp=1.0))]) == {"tp": "n3"}
+
+
+def test_parts_are_recorded_once_all_have_come_and_then_seldom():
+    watch, due = Stragglers(), []
+    for round_ in range(2 * ROUNDS + 1):
+        for node, rank in (("n1", 0), ("n2", 1)):
+            watch.take(node, [timed(rank)])
+            if watch.parts(node, of=2) is not None:
+                due.append((round_, node))
+    assert due == [(0, "n2"), (ROUNDS, "n2"), (2 * ROUNDS, "n2")]
+
+
+def test_parts_of_a_script_or_of_unknown_members_are_not_recorded():
+    for pace_, of in ((timed(0, forward=0.0, tp=0.0), 1), (timed(0), 0)):
+        watch = Stragglers()
+        watch.take("n1", [pace_])
+        assert watch.parts("n1", of=of) is None

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from synthetic_record import STEP_S, Stream, config_of
 
+from elastic_trainer.plan.ladder import Ladder
 from launcher.platforms.base import JobState, JobStatus
 from launcher.record.status import TrainingStatus
 from launcher.runs.watching.findings import LEAST_BYTES, DiskSpace, FindingKind, findings
@@ -282,6 +283,21 @@ def test_a_slow_cluster_is_seen_without_a_slow_rank():
     for value in ("0.1 s", "0.05 s", "all ranks"):
         assert value in finding.text
     assert "straggler" in finding.runbook
+
+
+def test_the_part_of_a_step_that_is_slower_is_named():
+    config = config_of(steps=900, tokens_per_s=1280.0 * 2)  # a step of 0.05 s takes 0.1 s
+    (rung,) = config.ladder.rungs
+    rung = dataclasses.replace(rung, shares=(0.6, 0.2, 0.0, 0.0, 0.1, 0.0))
+    config = dataclasses.replace(config, ladder=Ladder((rung,)))
+    parts = {"compute": 0.03, "tp": 0.06, "dp": 0.005, "pp": 0.0, "data": 0.001}
+    for apart, who in (({}, "all ranks, tp"), ({"tp": "n2"}, "n2, tp")):
+        stream = training(40)
+        stream.add("step.parts", epoch=1, node="n1", stages=[parts], apart=apart)
+        status = TrainingStatus(config, stream.steps(64, ranks=1).events)
+        (finding,) = findings("one", RUNNING, status, now_unix=stream.t)
+        assert who in finding.text
+        assert "0.06 s, predicted 0.01 s" in finding.text
 
 
 def test_a_slow_rank_that_is_known_is_named():
