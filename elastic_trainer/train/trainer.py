@@ -27,7 +27,7 @@ from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.plan import injected
 from elastic_trainer.plan.anomalies import AnomalyAction, StepDecision
 from elastic_trainer.plan.config import TrainConfig
-from elastic_trainer.plan.models import ModelShape, Transformers
+from elastic_trainer.plan.models import FAMILIES, ModelShape, Transformers
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.adapter_state import AdapterState
 from elastic_trainer.state.manager import CheckpointManager
@@ -322,7 +322,9 @@ class Trainer:
         tokens = self.feed.tokens(step)
         if self.device_times is not None:
             self.device_times.begin_step()
-        timed = self.collectives.due(step, self._first) and not train.compile
+        # Others' code may not pass through a dispatch mode as ours does.
+        ours = self.config.model.family in FAMILIES and not (train.compile or train.float8)
+        timed = ours and self.collectives.due(step, self._first)
         with self.collectives if timed else nullcontext():
             loss_sum = self.engine.forward_backward(
                 marked_data(self.feed.micro_batches(step), self.mark), tokens
