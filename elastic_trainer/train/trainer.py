@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,11 @@ data sheet says 1,671 TFLOP/s with sparsity.
 """
 
 
+SHORT_FLOPS: Final = 2e10
+"""Of a rank's step: about a second of one thread. Of longer ones a trial saves little, and it would
+take from the time in which a preparation must have ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What all ranks agree on after a step."""
@@ -112,11 +117,11 @@ class Trainer:
         """Do what needs no state, before the epoch; `hold` returns once it has begun.
 
         On a GPU the model has no memory yet: the epoch that runs may need it. On a CPU a step and a
-        restore are tried, and none of their numbers stay.
+        restore are tried where they are short, and none of their numbers stay.
         """
         self._init_process_group()
         self._build_model()
-        if self.device.type == "cpu":
+        if self._tries:
             self._allocate()
             with torch.random.fork_rng(devices=[]):
                 self._try()
@@ -178,6 +183,16 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.overlaps = named.issuperset(self.model.state_dict())  # a forward may write to buffers
+
+    @property
+    def _tries(self) -> bool:
+        """Whether there is memory for a trial, and time: to compile or to read a base takes long."""
+        config, train, layout = self.config, self.config.train, self.layout
+        tokens = self.rung.micro_batches * train.micro_batch * train.seq_len
+        flops = tokens * config.model.flops_per_token(train.seq_len)
+        is_short = flops / (layout.tp * layout.pp * layout.cp) < SHORT_FLOPS
+        quick = is_short and config.base is None and not train.compile
+        return self.device.type == "cpu" and quick
 
     def _try(self) -> None:
         if self.overlaps:  # else a step would change buffers
