@@ -186,7 +186,7 @@ class Trainer:
 
     @property
     def _tries(self) -> bool:
-        """Whether there is memory and time for a trial: compiling, or reading a base, takes long."""
+        """Whether a trial has memory and time: compiling, or reading a base, takes long."""
         config, train, layout = self.config, self.config.train, self.layout
         tokens = self.rung.micro_batches * train.micro_batch * train.seq_len
         flops = tokens * config.model.flops_per_token(train.seq_len)
