@@ -54,6 +54,7 @@ from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.plan.models import ModelShape
 from elastic_trainer.train.engine import Engine
 from elastic_trainer.train.feed import MicroBatch
+from elastic_trainer.train.marks import Collectives
 from elastic_trainer.train.optimizer import build_optimizer
 from elastic_trainer.train.session import Agreed
 from elastic_trainer.train.trainer import Trainer
@@ -253,6 +254,7 @@ def _trainer(config: TrainConfig) -> Trainer:
     trainer.optimizer = build_optimizer(trainer.model, config.train.optimizer)
     trainer.heartbeat = SimpleNamespace(mark=lambda _: None, asked=lambda: Request.NONE)  # type: ignore[assignment]
     trainer.mark, trainer.device_times = trainer.heartbeat.mark, None
+    trainer.collectives, trainer._first = Collectives(trainer.engine.meshes, trainer.heartbeat), 1  # noqa: SLF001
     trainer.guard = SimpleNamespace(decide=lambda *_: FINE)  # type: ignore[assignment]
     trainer.session = SimpleNamespace(  # type: ignore[assignment]
         votes=lambda *_: [0.0] * 6,

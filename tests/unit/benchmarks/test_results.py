@@ -132,6 +132,7 @@ def test_recovery_reads_the_pause_and_what_explains_it(load):
     assert run.phases == {"detect": 0.1, "other": 0.004}
     assert run.explained == pytest.approx(0.992)
     events = [
+        event("fault.injected", -1.0, 1, action="kill-node"),
         event("epoch.formed", 0.0, 1, members=[1, 2, 3]),
         event("step.completed", 1.0, 1, 1),
         event("fault.injected", 1.5, 1, action="return-node"),
@@ -139,9 +140,12 @@ def test_recovery_reads_the_pause_and_what_explains_it(load):
         event("epoch.formed", 2.1, 2, members=[1, 2, 3, 4]),
         event("step.completed", 3.0, 2, 3),
     ]
-    grown = recovery.run_of("growth", summary(growths=[{"pause_s": 0.9}]), events)
-    assert (grown.seconds, grown.explained) == (0.9, None)
+    grown = recovery.run_of("growth", summary(), events)
+    assert (grown.seconds, grown.explained) == (1.0, None)
     assert (grown.gap, grown.rejoin) == (1.0, 1.5)
+    left = [event("member.leaving", 1.5, 1, member="2"), *events[1:3], *events[4:]]
+    assert recovery.run_of("drain", summary(), left).seconds == 1.0
+    assert recovery.run_of("drain", summary(), left[:-1]).seconds is None, "no step since"
     assert recovery.run_of("growth", summary(), []).seconds is None
 
 

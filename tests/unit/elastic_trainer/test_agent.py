@@ -44,6 +44,7 @@ from elastic_trainer.agent.workers.group import JobResult, forward_error_file, p
 from elastic_trainer.agent.workers.hang_monitor import AGREE_S
 from elastic_trainer.agent.workers.workers import Workers, has_run
 from elastic_trainer.plan.gpus import Gpu
+from elastic_trainer.plan.ladder import Rung
 from elastic_trainer.record.failures import Action, Kind
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.heartbeat import Beat, Request, Section
@@ -87,7 +88,7 @@ def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
         "HOLDFAST_ADDRESS": "127.0.0.2",
     }  # fmt: skip
     assert {name: env.get(name) for name in expected} == expected
-    assert json.loads(env["HOLDFAST_RUNG"]) == formed(4, OTHER, ME).rung.to_dict()
+    assert Rung.from_dict(json.loads(env["HOLDFAST_RUNG"])) == formed(4, OTHER, ME).rung
     group = agent.get_worker_group()
     assert [worker.global_rank for worker in group.workers] == [2, 3]
     assert [worker.id for worker in group.workers] == [reports[2]["pid"], reports[3]["pid"]]
