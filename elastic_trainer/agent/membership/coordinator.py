@@ -848,9 +848,15 @@ class Coordinator(Role):
     def _change(self, wanted: str) -> None:
         """Prepare the next epoch while this one runs, then have the workers leave for it.
 
-        Nodes that leave do not wait for long; without them there is no other way than to go on.
+        Nodes that leave do not wait for long; without them there is no other way than to go on. An
+        agent that leaves itself prepares nothing: its successor would end what it has begun.
         """
         ctx, rung, must = self.ctx, self._rung, wanted == "departure"
+        if ctx.me.agent_id in self._leaving:
+            if self.preparations.now is not None:
+                self._drop_preparation("who coordinates leaves")
+            self._ask_all(Request.GROW)
+            return
         can = ctx.settings.prepares and rung is not None and rung.num_nodes <= MOST_NODES
         if rung is None or not can or self.phase is not Phase.RUNNING:
             self._ask_all(Request.GROW)

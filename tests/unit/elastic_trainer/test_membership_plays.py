@@ -142,6 +142,17 @@ def test_many_random_plays(first):
             ),
             id="members come back to a newcomer that leads as many as the largest layout has",
         ),
+        pytest.param(
+            Play(
+                nodes=4,
+                spares=2,
+                least=1,
+                last_step=40,
+                seed=5745,
+                faults=(Fault(24.06, "drains", 1, 1.58),),
+            ),
+            id="who coordinates leaves with others while the next epoch is prepared",
+        ),
     ],
 )
 def test_kept_plays(play):
