@@ -195,14 +195,15 @@ class Trainer:
         return self.device.type == "cpu" and quick
 
     def _try(self) -> None:
-        if self.overlaps:  # else a step would change buffers
-            self.engine.empty_step(self.rung.micro_batches)
-            square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.engine.layout.tp)
-            self.session.ranks.all_reduce(square_sum.cpu())
-            clip_gradients(self.model, 1.0, self.config.train.optimizer.clip_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
         self._state = self._state_to_restore()
+        if not self.overlaps:
+            return  # both would leave something in buffers
+        self.engine.empty_step(self.rung.micro_batches)
+        square_sum = gradient_square_sum(self.model, self.engine.tied, tp=self.engine.layout.tp)
+        self.session.ranks.all_reduce(square_sum.cpu())
+        clip_gradients(self.model, 1.0, self.config.train.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.session.try_restore(self._state)
         # The model's values are always set, these only as far as what is restored has them.
         for kept in self.guard.keeps.values():

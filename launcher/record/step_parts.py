@@ -67,7 +67,7 @@ def largest_excess(
             them. Without collectives, whose times are then in `compute`.
         compiled: waits for parameters and gradients are in `compute` as well (`train/marks.py`).
     """
-    if not shares or not stages:
+    if len(shares) != len(PARTS) or not stages:  # another version's job.json may have others
         return None
     predicted = {part: share * predicted_s for part, share in zip(PARTS, shares, strict=True)}
     predicted["rest"] = max(0.0, predicted_s - sum(predicted.values()))

@@ -155,21 +155,27 @@ def stages_of(ranks: Sequence[tuple[str, RankPace]]) -> list[dict[str, float]]:
 
 def apart_of(ranks: Sequence[tuple[str, RankPace]]) -> dict[str, str]:
     """Return part -> node that takes `FACTOR` times what it takes the others of its lane."""
-    nodes: dict[tuple[int, str], list[dict[str, float]]] = {}
+    lanes: dict[int, dict[str, list[dict[str, float]]]] = {}
     for node, pace in ranks:
-        nodes.setdefault((pace.lane, node), []).append(parts_of(pace))
-    medians = {key: _medians(found) for key, found in nodes.items()}
+        lanes.setdefault(pace.lane, {}).setdefault(node, []).append(parts_of(pace))
     apart: dict[str, tuple[float, str]] = {}
-    for (lane, node), mine in medians.items():
-        others = [each for key, each in medians.items() if key[0] == lane and key[1] != node]
-        usual = _medians(others)
-        for part in mine.keys() & usual.keys():
-            lost = mine[part] - usual[part]
-            if lost >= LEAST_S and mine[part] >= FACTOR * usual[part]:
-                apart[part] = max(apart.get(part, (0.0, "")), (lost, node))
+    for nodes in lanes.values():
+        medians = {node: _medians(found) for node, found in nodes.items()}
+        if len(medians) < 2:
+            continue
+        for part in _shared(list(medians.values())):
+            # The slowest alone can be the one: this is asked of thousands of nodes.
+            *others, (most, node) = sorted((each[part], node) for node, each in medians.items())
+            usual = statistics.median(seconds for seconds, _ in others)
+            if most - usual >= LEAST_S and most >= FACTOR * usual:
+                apart[part] = max(apart.get(part, (0.0, "")), (most - usual, node))
     return {part: node for part, (_, node) in sorted(apart.items())}
 
 
+def _shared(found: Sequence[Mapping[str, float]]) -> list[str]:
+    return [part for part in (found[0] if found else ()) if all(part in each for each in found)]
+
+
 def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    shared = [part for part in (found[0] if found else ()) if all(part in each for each in found)]
-    return {part: round(statistics.median(each[part] for each in found), 6) for part in shared}
+    parts = _shared(found)
+    return {part: round(statistics.median(each[part] for each in found), 6) for part in parts}
