@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,15 @@ def test_a_node_is_told_apart_from_the_others_of_its_stage():
     # All of a stage are slower than those of another: that is no node's doing.
     assert apart_of([*usual, *((f"m{r}", timed(r, lane=1, tp=2.0)) for r in (3, 4))]) == {}
     assert apart_of([*usual, ("n3", timed(3, tp=1.0))]) == {"tp": "n3"}
+
+
+def test_ranks_of_2048_nodes_are_looked_at_in_no_time():
+    """The coordinator does nothing else meanwhile; 0.1 s on an idle core."""
+    ranks = [(f"n{rank // 8}", timed(rank)) for rank in range(16384)]
+    ranks += [("slow", timed(16384 + rank, tp=1.5)) for rank in range(8)]
+    start = time.process_time()
+    assert apart_of(ranks) == {"tp": "slow"}
+    assert time.process_time() - start <= 1.0
 
 
 def test_parts_are_recorded_once_all_have_come_and_then_seldom():

@@ -25,6 +25,11 @@ def test_the_part_that_is_slower_is_named(part, more):
     assert found.measured_s - found.predicted_s == pytest.approx(more)
 
 
+def test_shares_of_other_parts_than_ours_are_not_compared():
+    assert excess(14.0, AS_PREDICTED, shares=()) is None
+    assert excess(14.0, AS_PREDICTED, shares=(*SHARES, 0.1)) is None
+
+
 def test_what_no_part_takes_is_the_rest_or_data():
     assert excess(14.0, AS_PREDICTED).part == "rest"
     assert excess(14.0, {**AS_PREDICTED, "data": 4.5}).part == "data"
