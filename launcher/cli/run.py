@@ -43,7 +43,12 @@ Examples:
 
 @click.command("run", epilog=EPILOG)
 @click.argument("job", required=False, type=click.Path(path_type=Path))
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to emulate.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes to emulate  [default: those of JOB, spares too]",
+)
 @click.option(
     "--fault",
     "faults",

@@ -106,7 +106,7 @@ def prepare_new(
 
     Args:
         job: path of the job file.
-        nodes: number to emulate; None: that of the job.
+        nodes: number to emulate; None: those of the job, spares too.
         faults: arguments of `--fault`.
         chaos: argument of `--chaos`.
         sets: arguments of `--set`.
@@ -138,6 +138,7 @@ def prepare_new(
         pin = corpus_pin(rendered.start_from)
         found += model_warnings(rendered, spec)
     bundle = {run_dirs.JOB_JSON: rendered.to_json(), JOB_FILE: job_file(spec, folder), **pin}
+    nodes = nodes or rendered.ladder.max_nodes + spec.cluster.spares
     options: dict[str, Any] = {"nodes": nodes, "faults": faults, "chaos": chaos}
     prepared = _prepared(directory, rendered, **options, warnings=found)
     existed = directory.exists()
@@ -158,6 +159,8 @@ def prepare_resume(
 ) -> PreparedRun | None:
     """Return the next attempt of an earlier run; None: it has done its last step.
 
+    Without `nodes` it has as many as any attempt before, spares too.
+
     Raises:
         UserError: no run directory, a live job on it, too few nodes, a wrong fault.
     """
@@ -166,11 +169,14 @@ def prepare_resume(
     check_run_dir(directory)
     run_dirs.check_storage(directory)
     run_dirs.refuse_if_live(directory)
+    most = rendered.ladder.max_nodes
     for event in RunRecord(directory).poll():
+        if event.event == "run.started":
+            most = max(most, event.fields.get("nodes", 0))
         done = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
         if done or event.event == "trainer.finished":
             return None
-    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
+    prepared = _prepared(directory, rendered, nodes=nodes or most, faults=faults, chaos=chaos)
     _check_data(rendered)
     check_checkpoint_dir(rendered)
     stop_request.withdraw(directory)
@@ -181,26 +187,25 @@ def _prepared(
     directory: Path,
     rendered: TrainConfig,
     *,
-    nodes: int | None,
+    nodes: int,
     faults: Sequence[str],
     chaos: str | None,
     warnings: Sequence[Problem] = (),
 ) -> PreparedRun:
     """Return the attempt that the options ask for; nothing is made."""
     need("a run on this machine", "torch", extra="train")
-    num_nodes = nodes or rendered.ladder.max_nodes
-    if num_nodes > MAX_NODES:
-        message = f"--nodes {num_nodes}: at most {MAX_NODES} nodes are emulated on one machine"
+    if nodes > MAX_NODES:
+        message = f"--nodes {nodes}: at most {MAX_NODES} nodes are emulated on one machine"
         raise UserError("HF614", message)
-    narrowed = run_dirs.narrow(rendered, num_nodes)
+    narrowed = run_dirs.narrow(rendered, nodes)
     return PreparedRun(
         run_dir=directory,
         rendered=rendered,
         narrowed=narrowed,
-        num_nodes=num_nodes,
+        num_nodes=nodes,
         faults=parse_faults(
             faults,
-            num_nodes=num_nodes,
+            num_nodes=nodes,
             num_workers=narrowed.ladder.rungs[0].layout.world_size,
             steps=narrowed.train.steps,
             start_step=narrowed.start_from.step if narrowed.start_from else 0,
