@@ -75,7 +75,6 @@ from elastic_trainer.agent.membership.preparation import (
     MOST_NODES,
     Preparation,
     Preparations,
-    again_s,
 )
 from elastic_trainer.agent.membership.roles import (
     Role,
@@ -857,7 +856,8 @@ class Coordinator(Role):
                 self._drop_preparation("who coordinates leaves")
             self._ask_all(Request.GROW)
             return
-        can = ctx.settings.prepares and rung is not None and rung.num_nodes <= MOST_NODES
+        may = ctx.settings.prepares and not self.preparations.given_up
+        can = may and rung is not None and rung.num_nodes <= MOST_NODES
         if rung is None or not can or self.phase is not Phase.RUNNING:
             self._ask_all(Request.GROW)
             return
@@ -933,14 +933,16 @@ class Coordinator(Role):
         if ready.wanted == "swap":  # it is still slow: found again, it is tried again
             self._slow -= {p.member.node for p in map(self.peers.get, self.members) if p}
         self.preparations.failed += 1
-        wait_s = again_s(self.preparations.failed)
+        failed = f"the next epoch could not be prepared: {why}"
+        if self.preparations.given_up:
+            tries = self.preparations.failed
+            text = f"{failed}; after {tries} such failures it begins without, as after a failure"
+            self.ctx.tell(Warned(text=text))
+            return self.advance()
+        wait_s = self.preparations.again_s
         self.ctx.after("again", wait_s)
-        self.ctx.tell(
-            Warned(
-                text=f"the next epoch could not be prepared: {why}; this one trains on, and it is "
-                f"tried again in {wait_s:.0f} s"
-            )
-        )
+        text = f"{failed}; this one trains on, and it is tried again in {wait_s:.0f} s"
+        self.ctx.tell(Warned(text=text))
         return None
 
     def _drop_preparation(self, why: str) -> None:
@@ -1041,6 +1043,9 @@ class Coordinator(Role):
         # Workers also leave by themselves, to continue from an older state (numbers: rollback).
         self.phase = Phase.IDLE
         self.reason = "growth" if self._asked else "workers left"
+        members = (peer.member.node for peer in map(self.peers.get, self.members) if peer)
+        if slow := sorted(self._slow.intersection(members)):
+            self.reason = f"a spare takes the place of {', '.join(slow)}, which is slow"
         if nodes := sorted(peer.member.node for peer in self.peers if peer.leaving):
             more = f" and {len(nodes) - 4} more" if len(nodes) > 4 else ""
             self.reason = f"{', '.join(nodes[:4])}{more} left"

@@ -13,9 +13,9 @@ from typing import Final
 from elastic_trainer.agent.membership.notices import Member
 
 AGAIN_S: Final = 60.0
-"""After a preparation that failed the next one waits so long, and twice as long each time, …"""
-LONGEST_AGAIN_S: Final = 960.0
-"""… up to this."""
+"""After a preparation that failed the next one waits so long, and twice as long each time."""
+MOST_FAILED: Final = 3
+"""After so many in a row a coordinator prepares nothing more: changes are made without."""
 MOST_NODES: Final = 512
 """Larger epochs are not prepared: all of their table goes to each member, 6 MB in all at this
 size, and 6 GB at 16,384 nodes."""
@@ -56,11 +56,6 @@ class Preparation:
         return self.ids <= {member.agent_id for member in able}
 
 
-def again_s(failures: int) -> float:
-    """Return how long the next preparation waits after so many in a row have failed."""
-    return min(AGAIN_S * 2.0 ** (failures - 1), LONGEST_AGAIN_S)
-
-
 class Preparations:
     """Those of one coordinator."""
 
@@ -70,6 +65,16 @@ class Preparations:
         self.failed = 0
         """In a row."""
         self._count = 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether they fail again and again."""
+        return self.failed >= MOST_FAILED
+
+    @property
+    def again_s(self) -> float:
+        """How long the next one waits after so many have failed."""
+        return AGAIN_S * 2.0 ** (self.failed - 1)
 
     def begin(self, term: int, epoch: int, members: Iterable[Member], *, wanted: str) -> None:
         """Begin one, whose number no other coordinator's has."""

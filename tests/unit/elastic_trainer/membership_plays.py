@@ -16,7 +16,13 @@ from membership_node import Node
 from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.notices import LeaveAsked, NodeLeaving
+from elastic_trainer.agent.membership.notices import (
+    LeaveAsked,
+    NodeLeaving,
+    RankPace,
+    WorkersPaced,
+)
+from elastic_trainer.agent.membership.stragglers import TIMES
 from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.plan.layout import ParallelLayout
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES, Kind
@@ -43,6 +49,7 @@ ALONE: Final = (
     "reset",
     "relay",
     "unprepared",
+    "lag",
 )
 """Faults of one machine."""
 SHARED: Final = (
@@ -206,6 +213,7 @@ class Stage:
             max_crashes=1000,
             no_progress=1000,
             prepares=play.prepares,
+            straggler="swap",
         )
         self.cluster = Cluster(limits, seed=play.seed)
         training = self.cluster.training
@@ -394,6 +402,26 @@ class Stage:
                 self.cluster.now + 0.1 * i,
                 lambda: (node := self._at(fault.node)) and self.cluster.fail_prepared(node),
             )
+
+    def _lag(self, fault: Fault) -> None:
+        """Slow a machine's workers down until its place is a spare's, where one is free."""
+        for i in range(TIMES + 1):
+            self.cluster.at(self.cluster.now + 0.1 * i, lambda: self._pace(f"node{fault.node}"))
+
+    def _pace(self, slow: str) -> None:
+        """Have all that train say how long their own work takes."""
+        for node in self.cluster.up:
+            epoch = node.formed
+            if node.working is None or node.paused or epoch is None:
+                continue
+            own_s = 3.0 if node.me.node == slow else 1.0
+            workers = epoch.rung.layout.world_size // len(epoch.members)
+            first = workers * [m.agent_id for m in epoch.members].index(node.me.agent_id)
+            ranks = range(first, first + workers)
+            paces = tuple(
+                RankPace(rank=rank, lane=0, own_s=(0.0, own_s, own_s, 0.0)) for rank in ranks
+            )
+            self.cluster.report(node, WorkersPaced(epoch=node.working, ranks=paces))
 
     def _drain(self, fault: Fault) -> None:
         if (node := self._at(fault.node)) is not None:

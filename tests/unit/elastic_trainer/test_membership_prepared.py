@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from membership_sim import WORKERS_PREPARE_S, Cluster
 from test_membership import coordinator, others, settings, started
 
@@ -13,7 +12,7 @@ from elastic_trainer.agent.membership.notices import (
     PrepareEpoch,
     Warned,
 )
-from elastic_trainer.agent.membership.preparation import LONGEST_AGAIN_S, again_s
+from elastic_trainer.agent.membership.preparation import AGAIN_S, MOST_FAILED
 
 
 def preparing(nodes: int, of: int, **kwargs) -> Cluster:
@@ -101,7 +100,7 @@ def test_the_old_epoch_trains_on_when_the_next_does_not_come_up():
     lead = coordinator(cluster)
     cluster.run_until(lambda: bool(told(lead, Warned)), within=1.0)
     assert "node3" in told(lead, Warned)[0].text
-    cluster.run(cluster.now + again_s(1) - 5.0)
+    cluster.run(cluster.now + AGAIN_S - 5.0)
     assert max(cluster.published) == 1, "it trains on"
     assert all(node.working == 1 for node in cluster.up if node is not new)
     settled_after(cluster, 1)
@@ -176,7 +175,17 @@ def test_a_prepare_that_a_broken_connection_lost_is_sent_again():
     assert len(told(new, DropPrepared)) == 0
 
 
-@pytest.mark.parametrize("failures", [1, 2, 5, 50])
-def test_a_preparation_that_fails_again_and_again_is_tried_more_seldom(failures):
-    assert again_s(failures) <= LONGEST_AGAIN_S
-    assert again_s(failures + 1) >= again_s(failures)
+def test_a_node_whose_preparation_fails_again_and_again_is_taken_in_without():
+    cluster = preparing(3, 4)
+    new = cluster.add("node3")
+    lead, begun = coordinator(cluster), cluster.now
+    for failed in range(1, MOST_FAILED + 1):
+        assert max(cluster.published) == 1, "it trains on"
+        waits = AGAIN_S * 2 ** (failed - 1) + 5.0
+        cluster.run_until(lambda: new.prepared is not None, within=waits)
+        cluster.fail_prepared(new)
+        cluster.run_until(lambda: new.prepared is None and bool(told(lead, Warned)), within=1.0)
+    settled_after(cluster, 1)
+    assert cluster.taken == 0
+    assert len(told(lead, Warned)) == MOST_FAILED
+    assert cluster.now - begun > AGAIN_S * 3

@@ -107,6 +107,8 @@ def test_a_slow_node_gives_its_place_to_a_spare(what: str) -> None:
     after = [m.node for m in cluster.published[max(cluster.published)].members]
     assert (slow in after) == (what != "swap")
     assert len(after) == 3
+    if what == "swap":
+        assert slow in cluster.published[max(cluster.published)].reason
     assert slow not in coordinator(cluster).machine.ctx.excluded
 
 
