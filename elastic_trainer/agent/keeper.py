@@ -187,6 +187,8 @@ class Keeper:
                 channel.send(self._verify(message["file"]))
             case "get":
                 self._give(channel, message["file"], message["spans"])
+            case "commit":
+                channel.send(self._commit(message["file"]))
             case "free":
                 self.free(_number(message["before_epoch"], 1 << 63))
                 channel.send({})
@@ -238,6 +240,14 @@ class Keeper:
                 return {"index": [part._asdict() for part in image.index(header)]}
         except (OSError, TornImageError) as error:
             return {"error": f"{file}: {error}"}
+
+    def _commit(self, file: str) -> dict[str, Any]:
+        try:
+            with contextlib.closing(Image(self._path(file))) as image:
+                image.commit()
+        except (OSError, TornImageError) as error:
+            return {"error": f"{file}: {error}"}
+        return {}
 
     def _give(self, channel: Channel, file: str, spans: list[list[int]]) -> None:
         try:

@@ -33,8 +33,13 @@ from elastic_trainer.state.errors import SaveFailedError
 from elastic_trainer.state.manifest import with_final, with_origin
 from elastic_trainer.state.restore import agreed_board, restore, restore_from
 from elastic_trainer.state.save import CheckpointPolicy, WritePoint, write_checkpoint
-from elastic_trainer.state.snapshot_restore import Restored, copy_again, restore_snapshot
-from elastic_trainer.state.snapshot_tier import SnapshotTier
+from elastic_trainer.state.snapshot_restore import (
+    Restored,
+    commit_elsewhere,
+    copy_again,
+    restore_snapshot,
+)
+from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.state import NamedTensors, Stager, TrainingState
 from elastic_trainer.state.storage import CheckpointStorage
 from elastic_trainer.worker.progress import ApiError
@@ -249,14 +254,20 @@ class CheckpointManager:
         self.restored_from = "memory"
         seconds = round(time.monotonic() - started, 4)
         self._emit("snapshot.restored", found.step, written_in_epoch=found.epoch, seconds=seconds)
-        if found.singles:
+        if found.singles or found.unmarked:
             # Not by `start_idle`: until it is done, the loss of one more node costs the state.
             threading.Thread(
-                target=partial(copy_again, found.singles, self.memory.place),
+                target=self._secure,
+                args=(found, self.memory.place),
                 name="snapshot-copies-again",
                 daemon=True,
             ).start()
         return found
+
+    @staticmethod
+    def _secure(found: Restored, place: KeeperPlace) -> None:
+        commit_elsewhere(found.unmarked, place)
+        copy_again(found.singles, place)
 
     def _cannot_use(self, step: int, reason: str) -> None:
         self._unusable = max(step, self._unusable)

@@ -6,10 +6,12 @@ They agree by flags, a few bytes a rank; no rank knows what all others hold.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -63,6 +65,10 @@ from elastic_trainer.state.state import LocatingReader, TrainingState
 
 ALL_KNOW = 64
 """Largest group in which all ranks get all rows, 100 kB of each: every collective takes time."""
+MOST_LOST: Final = 32
+"""Lost nodes that a node asks, all at once: each may take as long as a dial."""
+_NO_KEY: Final = 1 << 63
+"""More than any key."""
 ROOM_FOR: Final = 5
 """Images that must fit where one is copied again: the new epoch's two and two copies follow."""
 
@@ -274,6 +280,8 @@ class Restored(NamedTuple):
     """That wrote it."""
     singles: tuple[Single, ...]
     """Images for this rank to `copy_again`."""
+    unmarked: tuple[Holding, ...]
+    """Images for this rank to `commit_elsewhere`."""
 
 
 def restore_snapshot(
@@ -295,7 +303,8 @@ def restore_snapshot(
         return None
     key, num_shards, found = loaded
     _keep_only(place, key)
-    return Restored(*key, tuple(_singles(found, num_shards, place, group)))
+    unmarked = tuple(h for h, _ in found if h.node != place.node and not h.committed)
+    return Restored(*key, tuple(_singles(found, num_shards, place, group)), unmarked)
 
 
 def load_newest(
@@ -314,22 +323,26 @@ def load_newest(
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
-    for key, (num_shards, num_ranks, committed) in _agreed_keys(holdings, group):
-        step, epoch = key
+    asked_lost, below = False, _NO_KEY
+    while (agreed := _agreed_key(holdings, below, group)) is not None:
+        key, (num_shards, num_ranks, committed) = agreed
+        (step, epoch), below = key, packed(key)
         if step < at_least:
             return None
         if not allows(epoch, step):
             continue
         held = group.maxima(marks(holdings, key, num_shards, num_ranks))
+        if not gone(held, num_shards):
+            if not everybody_got_there(held, num_shards, committed=bool(committed)):
+                continue  # nothing is lost: it was not committed
+            found = _verified(holdings, key, place, group)
+            held = group.maxima(marks([h for h, _ in found], key, num_shards, num_ranks))
         if missing := gone(held, num_shards):
-            on_skip(step, describe_missing(key, missing, num_shards))
-            continue
-        if not everybody_got_there(held, num_shards, committed=bool(committed)):
-            continue  # nothing is lost: it was not committed
-        found = _verified(holdings, key, place, group)
-        good = group.maxima(marks([h for h, _ in found], key, num_shards, num_ranks))
-        if missing := gone(good, num_shards):
-            on_skip(step, describe_missing(key, missing, num_shards))
+            if committed and not asked_lost:  # only now: a dial of a dead machine takes seconds
+                group.together(lambda: holdings.extend(_survey_lost(place, group)))
+                asked_lost, below = True, below + 1
+            else:
+                on_skip(step, describe_missing(key, missing, num_shards))
             continue
         reader = SnapshotReader(found, place, group)
         try:
@@ -341,23 +354,22 @@ def load_newest(
     return None
 
 
-def _agreed_keys(
-    holdings: list[Holding], group: Collective
-) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
-    """Yield the (step, epoch) of which any node has images, and its extent, newest first.
+def _agreed_key(
+    holdings: list[Holding], below: int, group: Collective
+) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
+    """Return the newest (step, epoch) of which any node has images, and its extent; collective.
 
-    Collective. A rank with images of the newest has none of a newer one: its extent counts.
+    `below`: only keys whose `packed` number is less. A rank with images of the newest has none of
+    a newer one: its extent counts.
     """
-    mine = newest_first(holdings)
-    while True:
-        own = packed(mine[0]) if mine else -1
-        (newest,) = group.maxima([own])
-        if newest < 0:
-            return
-        known = extent(holdings, mine[0]) if own == newest else (0, 0, 0)
-        shards, ranks, committed = group.maxima(known)
-        yield unpacked(newest), (shards, ranks, committed)
-        mine = [key for key in mine if packed(key) < newest]
+    mine = next((key for key in newest_first(holdings) if packed(key) < below), None)
+    own = -1 if mine is None else packed(mine)
+    (newest,) = group.maxima([own])
+    if newest < 0:
+        return None
+    known = extent(holdings, mine) if mine is not None and own == newest else (0, 0, 0)
+    shards, ranks, committed = group.maxima(known)
+    return unpacked(newest), (shards, ranks, committed)
 
 
 def _keep_only(place: KeeperPlace, key: tuple[int, int]) -> None:
@@ -418,6 +430,16 @@ def _singles(
         others = (*place.members[me + 1 :], *place.members[:me], *place.spares)
         if to := next((peer for peer in others if at[peer.node] != machine), None):
             yield holding, parts, to
+
+
+def commit_elsewhere(unmarked: Iterable[Holding], place: KeeperPlace) -> None:
+    """Have nodes without workers know that the step of their images is committed.
+
+    `_keep_only` does for members: if these die next, what is elsewhere must prove it.
+    """
+    for holding in unmarked:
+        with contextlib.suppress(PeerError), PeerLink(_peer(holding), place.authenticate) as link:
+            link.commit(holding.file)
 
 
 def copy_again(singles: Iterable[Single], place: KeeperPlace) -> int:
@@ -484,11 +506,29 @@ def _survey(place: KeeperPlace, group: Collective) -> list[Holding]:
                 )
             )
     for spare in (*place.spares, *place.left)[group.rank :: group.world_size]:
-        if spare.port:
-            # One that is gone holds nothing: the agents see to it.
-            with contextlib.suppress(PeerError), PeerLink(spare, place.authenticate) as link:
-                found.extend(link.held())
+        found += _held(spare, place)
     return found
+
+
+def _survey_lost(place: KeeperPlace, group: Collective) -> list[Holding]:
+    """Return the images of nodes that this one knows from older epochs, if they still serve.
+
+    Others know others: nodes that know the same ones begin at different ones.
+    """
+    if place.local_rank != 0 or not place.lost:
+        return []
+    begin = group.rank // place.workers * MOST_LOST % len(place.lost)
+    asked = (place.lost[begin:] + place.lost[:begin])[:MOST_LOST]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(itertools.chain(*pool.map(partial(_held, place=place), asked)))
+
+
+def _held(keeper: KeeperAddress, place: KeeperPlace) -> list[Holding]:
+    """Return what a keeper holds; of one that is gone nothing."""
+    if keeper.port:
+        with contextlib.suppress(PeerError), PeerLink(keeper, place.authenticate) as link:
+            return link.held()
+    return []
 
 
 def _verified(

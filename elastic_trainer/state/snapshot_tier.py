@@ -189,6 +189,8 @@ class KeeperPlace:
     image_key: bytes
     left: tuple[KeeperAddress, ...] = ()
     """Nodes that have left the job, and serve their images until this epoch has committed."""
+    lost: tuple[KeeperAddress, ...] = ()
+    """Nodes of older epochs, as this one knows them: dead, or cut off when they left."""
 
     @property
     def keepers(self) -> tuple[KeeperAddress, ...]:

@@ -35,7 +35,11 @@ from elastic_trainer.state import snapshot_restore
 from elastic_trainer.state.collective import Collective
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.save import CheckpointPolicy
-from elastic_trainer.state.snapshot_restore import copy_again, restore_snapshot
+from elastic_trainer.state.snapshot_restore import (
+    commit_elsewhere,
+    copy_again,
+    restore_snapshot,
+)
 from elastic_trainer.state.snapshot_tier import KeeperPlace, SnapshotTier
 from elastic_trainer.state.snapshots.image import Image, TornImageError
 from elastic_trainer.state.snapshots.peer import KEEPER_LABEL, KeeperAddress, PeerLink
@@ -116,13 +120,18 @@ class World:
         assert memory.agreed(float(self.case.layout.world_size), 0.0) == STEP
         memory.close()
 
-    def read_memory(self, nodes: list[KeeperAddress], root: Path, first: int) -> list[str]:
-        """Restore from memory over garbage, on nodes from `first` on; return what differs."""
+    def read_memory(self, nodes: list[KeeperAddress], root: Path, gone: str) -> list[str]:
+        """Restore from memory over garbage, without the first node; return what differs.
+
+        `gone`: left or lost, as which the first is known of those that hold parts but are no
+        members.
+        """
+        first = 1
         for _, local, _ in self.parts():
             local.fill_(-7.0)
         torch.manual_seed(99)
         grid = RankGrid(timedelta(seconds=1800))
-        place = self._memory(nodes, root, first, epoch=2).place
+        place = self._memory(nodes, root, first, epoch=2, gone=gone).place
         found = restore_snapshot(
             TrainingState(self.model, (self.optimizer,)),
             place,
@@ -141,6 +150,11 @@ class World:
         assert not twice or twice[0][1] == 1, f"two ranks copy one shard: {copying}"
         assert copy_again(found.singles, place) == len(found.singles)
         dist.barrier()  # until then another rank may be writing the same copy
+        commit_elsewhere(found.unmarked, place)
+        for holding in found.unmarked:
+            with PeerLink(holding, place.authenticate) as link:
+                same = [held for held in link.held() if held.file == holding.file]
+            assert [held.committed for held in same] == [True], f"{holding} does not count"
         for holding, _, to in found.singles:
             with PeerLink(to, place.authenticate) as link:
                 same = [held for held in link.held() if held.header == holding.header]
@@ -161,7 +175,7 @@ class World:
         return [f"part {s} on {n} only" for s, n in holders.items() if len(n) < min(2, len(nodes))]
 
     def _memory(
-        self, nodes: list[KeeperAddress], root: Path, first: int, *, epoch: int
+        self, nodes: list[KeeperAddress], root: Path, first: int, *, epoch: int, gone: str = "left"
     ) -> SnapshotTier:
         members = nodes[first : first + self.case.layout.world_size]
         others = [node for node in nodes[first:] if node not in members]
@@ -173,7 +187,7 @@ class World:
             workers=1,
             members=tuple(members),
             spares=tuple(others[1:]),
-            left=tuple(others[:1]),
+            **{gone: tuple(others[:1])},
             authenticate=prove(server=False),
             image_key=bytes(KEY_BYTES),
         )
@@ -248,12 +262,12 @@ def write_memory(nodes: list[KeeperAddress], root: Path, case: Case) -> None:
 
 
 def read_memories(
-    worlds: list[tuple[Path, list[KeeperAddress]]], case: Case, all_know: int
+    worlds: list[tuple[Path, list[KeeperAddress]]], case: Case, all_know: int, gone: str
 ) -> dict[str, list[str]]:
     """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
     snapshot_restore.ALL_KNOW = all_know
     world = World(case)
-    answers = {root.name: world.read_memory(nodes, root, 1) for root, nodes in worlds}
+    answers = {root.name: world.read_memory(nodes, root, gone) for root, nodes in worlds}
     return {name: wrong for name, wrong in answers.items() if wrong}
 
 

@@ -74,7 +74,7 @@ def test_any_layout_reads_what_any_other_wrote(chosen, tmp_path):
     assert every_pair(chosen, tmp_path) == {}
 
 
-def every_pair_in_memory(chosen, scratch, all_know):
+def every_pair_in_memory(chosen, scratch, all_know, gone):
     """The same through memory: the first node is lost, and so are its images and keeper."""
     num_nodes = 1 + max(case.layout.world_size for case in chosen)
     with contextlib.ExitStack() as stack:
@@ -110,7 +110,7 @@ def every_pair_in_memory(chosen, scratch, all_know):
         wrong = {}
         for case in chosen:
             answers = run_world(
-                case.layout.world_size, scratch, read_memories, worlds, case, all_know
+                case.layout.world_size, scratch, read_memories, worlds, case, all_know, gone
             )
             wrong |= {f"{case}, rank {r}": found for r, found in enumerate(answers) if found}
         return wrong
@@ -127,17 +127,18 @@ def damage_what_is_there_twice(root):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "all_know"),
+    ("chosen", "all_know", "gone"),
     [
-        pytest.param(SAMPLE, 64, marks=pytest.mark.slow, id="few ranks"),
-        pytest.param(FEW, 0, id="as with many"),
-        pytest.param(OF_EXPERTS, 64, id="experts"),
+        pytest.param(SAMPLE, 64, "left", marks=pytest.mark.slow, id="few ranks"),
+        pytest.param(FEW, 0, "left", id="as with many"),
+        pytest.param(FEW, 64, "lost", id="lost ones"),
+        pytest.param(OF_EXPERTS, 64, "left", id="experts"),
     ],
 )
 def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(
-    chosen, all_know, tmp_path
+    chosen, all_know, gone, tmp_path
 ):
-    assert every_pair_in_memory(chosen, tmp_path, all_know) == {}
+    assert every_pair_in_memory(chosen, tmp_path, all_know, gone) == {}
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ _FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
 
 
 class Left(NamedTuple):
-    """An agent that has left."""
+    """An agent that has left, or is lost."""
 
     member: Member
     epoch: int
@@ -197,6 +197,9 @@ class Context:
     """Agents that leave on request, by id: their end is not a failure."""
     left: dict[str, Left] = field(default_factory=dict)
     """Agents that have left and serve their snapshots, by id."""
+    lost: dict[str, Left] = field(default_factory=dict)
+    """Agents of older epochs that the newest does not name, by id: dead, or cut off from this one
+    when they left, and serve."""
     readmit: bool = False
     """The operator lets this machine come back after it was excluded."""
     reported_ready: bool = False
@@ -305,6 +308,7 @@ class Context:
             members=formed.members,
             spares=formed.spares,
             left=formed.left,
+            lost=tuple(lost.member for lost in self.lost.values()),
             rung=rung,
             store_address=formed.store_address,
             store_port=formed.store_port,
@@ -315,6 +319,7 @@ class Context:
 
     def adopt(self, formed: Formed) -> None:
         """Take over a published epoch and tell the local agent."""
+        self._note_lost({*formed.members.ids, *formed.spares.ids, *formed.left.ids})
         known, self.left = self.left, {}
         for member in formed.left:
             if member.agent_id in known:
@@ -327,6 +332,21 @@ class Context:
         self.reports = [r for r in self.reports if isinstance(r, _FOR_GOOD)]
         self.in_epoch = self.me.agent_id in formed.members.ids
         self.tell(self.notice_of(formed))
+
+    def _note_lost(self, named: set[str]) -> None:
+        """Note who the newest epoch does not name, for as long as such an agent may serve."""
+        until = self.now + SERVE_S
+        for agent_id in set(self.everyone.ids) - named:
+            member = self.everyone.by_id(agent_id)
+            assert member is not None
+            self.lost.setdefault(agent_id, Left(member, self.epoch, until))
+        for agent_id, left in self.left.items():
+            self.lost.setdefault(agent_id, left)
+        self.lost = {
+            agent_id: lost
+            for agent_id, lost in self.lost.items()
+            if agent_id not in named and self.now < lost.until
+        }
 
     def abandon_epoch(self, reason: str, victim: str) -> None:
         """Have the workers of an epoch that is over, at least for this node, killed."""

@@ -56,6 +56,8 @@ class EpochFormed:
     left: Sequence[Member] = ()
     """Those that have left, or may not take part now, and serve their snapshots until this epoch
     has committed one."""
+    lost: Sequence[Member] = field(default=(), compare=False)
+    """Those that this agent knows from older epochs: asked if all others lack a part of a state."""
     rung: Rung
     """Its layout goes to the workers."""
     store_address: str

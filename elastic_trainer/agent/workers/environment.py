@@ -181,8 +181,10 @@ def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
             old.unlink()
     path = scratch / f"{formed.epoch}.peers.json"
     # One that has left may meet its successor, of the same name.
-    left = [replace(_peer(m), node=m.agent_id) for m in formed.left]
-    write_peers(path, [*map(_peer, formed.members)], [*map(_peer, formed.spares)], left)
+    left, lost = (
+        [replace(_peer(m), node=m.agent_id) for m in gone] for gone in (formed.left, formed.lost)
+    )
+    write_peers(path, [*map(_peer, formed.members)], [*map(_peer, formed.spares)], left, lost)
     return path
 
 

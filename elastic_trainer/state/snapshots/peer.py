@@ -120,11 +120,11 @@ class KeeperAddress:
     """Failure domain; empty: unknown."""
 
 
-_GROUPS: Final = ("members", "spares", "left")
+_GROUPS: Final = ("members", "spares", "left", "lost")
 
 
 def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
-    """Write the peers of an epoch for its workers: members by rank, spares, and who left."""
+    """Write an epoch's peers for its workers: members by rank, spares, who left, who is lost."""
     rows = {
         name: [dataclasses.astuple(peer) for peer in peers]
         for name, peers in zip(_GROUPS, groups, strict=True)
@@ -133,7 +133,7 @@ def write_peers(path: Path, *groups: Sequence[KeeperAddress]) -> None:
 
 
 def read_peers(path: Path) -> dict[str, tuple[KeeperAddress, ...]]:
-    """Return members in rank order, spares, and who has left, by these names."""
+    """Return members in rank order, spares, who has left, and who is lost, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     return {name: tuple(KeeperAddress(*row) for row in raw[name]) for name in _GROUPS}
 
@@ -234,6 +234,14 @@ class PeerLink:
                     raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
                 out.append(buffer)
         return out
+
+    def commit(self, file: str) -> None:
+        """Tell a keeper that the step of an image is committed.
+
+        Raises:
+            PeerError: also when the image is not there any more.
+        """
+        self._ask({"op": "commit", "file": file})
 
     def free(self, before_epoch: int) -> None:
         """Tell a spare that images of epochs before `before_epoch` are no longer needed."""

@@ -7,6 +7,7 @@ not there. What a job is promised about its state is asserted here (`_check_rest
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -201,12 +202,14 @@ class SimTraining:
         saved = ((commit.step, commit.epoch) for commit in board.commits)
         stored = max((state for state in saved if state in self.stored), default=None)
         holdings = self._holdings(group)
-        found = self._whole(holdings, board, stored[0] if stored else -1)
+        at_least = stored[0] if stored else -1
+        found = self._whole(holdings, board, at_least, lambda: self._held_by_lost(group))
         step, epoch = found or stored or (0, 0)
         self._check_restore(group, (step, epoch))
         group.step, group.origin = step, Origin(group.epoch, epoch, step)
         if found is not None:
             self._adopt(holdings, found)
+            self._commit_elsewhere(group, holdings, found)
             self._copy_again(group, holdings, found)
             for node in group.nodes:  # as `_keep_only`
                 images = node.images.items()
@@ -226,6 +229,13 @@ class SimTraining:
             if self._serves(node) and self._world.network.reaches(asker, node):
                 found += self._held(node)
         return found
+
+    def _held_by_lost(self, group: Group) -> list[Holding]:
+        """Return what nodes hold that members know from older epochs, as `_survey_lost`."""
+        known = {m.agent_id: n for n in group.nodes if n.formed for m in n.formed.lost}
+        asked = [(self._node(agent_id), asker) for agent_id, asker in known.items()]
+        reached = (n for n, by in asked if self._serves(n) and self._world.network.reaches(by, n))
+        return [holding for node in reached for holding in self._held(node)]
 
     def _serves(self, node: Node) -> bool:
         return node.serves or (node.alive and not node.paused)
@@ -253,8 +263,14 @@ class SimTraining:
         ]
 
     @staticmethod
-    def _whole(holdings: list[Holding], board: BoardState, at_least: int) -> State | None:
+    def _whole(
+        holdings: list[Holding],
+        board: BoardState,
+        at_least: int,
+        ask_lost: Callable[[], list[Holding]],
+    ) -> State | None:
         """Return the newest whole snapshot, as `restore_snapshot` finds it."""
+        asked = False
         for key in newest_first(holdings):
             step, epoch = key
             if step < at_least:
@@ -263,6 +279,11 @@ class SimTraining:
                 continue
             num_shards, num_ranks, committed = extent(holdings, key)
             held = marks(holdings, key, num_shards, num_ranks)
+            if gone(held, num_shards) and committed and not asked:
+                asked = True
+                holdings += ask_lost()
+                num_shards, num_ranks, committed = extent(holdings, key)
+                held = marks(holdings, key, num_shards, num_ranks)
             if not gone(held, num_shards) and everybody_got_there(
                 held, num_shards, committed=bool(committed)
             ):
@@ -300,6 +321,19 @@ class SimTraining:
                     again.append((shard, target.me.agent_id))
 
         self._world.at(self._world.now + COPY_S, copy)
+
+    def _commit_elsewhere(self, group: Group, holdings: list[Holding], found: State) -> None:
+        """Have others know that a state is committed, a moment later."""
+
+        def commit() -> None:
+            if not self._runs(group):
+                return
+            for node in {self._node(holding.node) for holding in holdings} - {*group.nodes}:
+                if self._serves(node) and self._world.network.reaches(group.nodes[0], node):
+                    images = node.images.items()
+                    node.images |= {k: (v[0], True) for k, v in images if (v[0], k[1]) == found}
+
+        self._world.at(self._world.now + COPY_S, commit)
 
     def _adopt(self, holdings: list[Holding], found: State) -> None:
         """Count a state as committed from now on: what was before it is dropped."""

@@ -106,6 +106,11 @@ def test_a_copy_is_known_to_be_committed_as_far_as_was_said(tmp_path: Path, keep
             put(link, tmp_path / "image", committed=committed)
             (held,) = link.held()
             assert held.committed is committed
+        link.commit(held.file)
+        (held,) = link.held()
+        assert held.committed
+        with pytest.raises(PeerError, match="copy-e9"):
+            link.commit("copy-e9-r1-s0")
 
 
 def test_a_copy_that_came_damaged_is_refused_and_not_listed(tmp_path: Path, keeper: Keeper) -> None:
@@ -165,6 +170,7 @@ def test_what_is_rotten_in_memory_is_said(tmp_path: Path, keeper: Keeper) -> Non
 def test_only_images_are_given_out(keeper: Keeper, file: str) -> None:
     for ask in (
         lambda link: link.verified_index(file),
+        lambda link: link.commit(file),
         lambda link: link.read(file, [(0, 1)], KEY),
     ):
         with dial(keeper) as link, pytest.raises(PeerError):
@@ -291,7 +297,7 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
         )
         for i, machine in enumerate(machines)
     ]
-    write_peers(tmp_path / "peers", peers[:3], peers[3:], ())
+    write_peers(tmp_path / "peers", peers[:3], peers[3:], (), ())
     own = tmp_path / "own"
     own.mkdir()
     place = place_of(
@@ -368,11 +374,15 @@ def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_
 
 def test_peers_are_written_and_read(tmp_path: Path) -> None:
     peers = tuple(
-        KeeperAddress(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(4)
+        KeeperAddress(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(5)
     )
-    write_peers(tmp_path / "peers", peers[:2], peers[2:3], peers[3:])
-    found = read_peers(tmp_path / "peers")
-    assert found == {"members": peers[:2], "spares": peers[2:3], "left": peers[3:]}
+    write_peers(tmp_path / "peers", peers[:2], peers[2:3], peers[3:4], peers[4:])
+    assert read_peers(tmp_path / "peers") == {
+        "members": peers[:2],
+        "spares": peers[2:3],
+        "left": peers[3:4],
+        "lost": peers[4:],
+    }
 
 
 HEADER = {
@@ -401,6 +411,7 @@ INFINITE, NO_NUMBER = float("inf"), float("nan")
         *({"op": "put", "header": {**HEADER, "mac": m}, "slot": 0} for m in ("", "01", "zz", 1)),
         {"op": "put", "header": {**HEADER, "more": 1}, "slot": 0},
         *({"op": "put", "header": h, "slot": 0} for h in ({}, [], None, "x")),
+        *({"op": "commit", "file": file} for file in ("../secret", 7, None, [])),
         *({"op": "free", "before_epoch": e} for e in (INFINITE, NO_NUMBER, -1, "1", None, [])),
         *({"op": "verify", "file": f} for f in (None, 7, [], "x" * 99)),
         *(

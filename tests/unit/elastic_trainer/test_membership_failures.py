@@ -7,6 +7,7 @@ from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
 from elastic_trainer.agent.membership.attribution import COLLATERAL_SETTLE_S, SETTLE_S
+from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.notices import NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.record.failures import Kind
 
@@ -368,3 +369,18 @@ def test_a_bad_node_does_not_end_a_job_whose_others_are_still_cold():
     assert other.stopped is None
     warm(cluster, other)
     cluster.run_until(lambda: other.working is not None, 2.0)
+
+
+def test_who_is_lost_is_remembered_as_long_as_it_may_serve():
+    cluster = started(4)
+    first, second, *_ = others(cluster)
+    cluster.kill(first)
+    next_epoch(cluster, within=10.0)
+    assert {m.agent_id for m in second.formed.lost} == {first.me.agent_id}
+    cluster.add("node9")
+    next_epoch(cluster, within=20.0)
+    assert {m.agent_id for m in second.formed.lost} == {first.me.agent_id}
+    cluster.run(cluster.now + SERVE_S)
+    cluster.kill(named(cluster, "node9"))
+    next_epoch(cluster, within=10.0)
+    assert [m.node for m in second.formed.lost] == ["node9"]

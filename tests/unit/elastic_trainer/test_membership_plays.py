@@ -153,6 +153,33 @@ def test_many_random_plays(first):
             ),
             id="who coordinates leaves with others while the next epoch is prepared",
         ),
+        pytest.param(
+            Play(
+                nodes=3,
+                least=3,
+                last_step=10,
+                seed=2327,
+                faults=(
+                    Fault(6.69, "one_way", 1, 18.45),
+                    Fault(7.34, "drain", 0, 0.94),
+                    Fault(13.29, "drain", 1, 1.95),
+                ),
+                prepares=False,
+            ),
+            id="two leave and serve, and the third was cut off when they did",
+        ),
+        pytest.param(
+            Play(
+                nodes=3,
+                spares=1,
+                layout="hsdp",
+                last_step=40,
+                step_s=2.5,
+                faults=(Fault(11.53, "evictions", 1, 0.0), Fault(12.55, "kill", 0, 0.0)),
+                prepares=False,
+            ),
+            id="uncommitted state is restored, its only member dies, one that has left has it too",
+        ),
     ],
 )
 def test_kept_plays(play):
@@ -306,7 +333,8 @@ def broken(play: Play) -> str:
 def test_nodes_that_left_and_are_not_asked_are_noticed(kind, monkeypatch):
     play = Play(nodes=6, faults=(Fault(5.0, kind, 2, 0.0),))
     assert run(play).training.lost == []
-    monkeypatch.setattr(Context, "has_left", lambda *_: None)
+    for name in ("has_left", "_note_lost"):
+        monkeypatch.setattr(Context, name, lambda *_: None)
     assert broken(play).startswith("assert not cluster.training.unexcused")
 
 
