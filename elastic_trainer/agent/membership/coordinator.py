@@ -72,7 +72,6 @@ from elastic_trainer.agent.membership.notices import (
     named,
 )
 from elastic_trainer.agent.membership.preparation import (
-    MOST_NODES,
     Preparation,
     Preparations,
 )
@@ -856,8 +855,7 @@ class Coordinator(Role):
                 self._drop_preparation("who coordinates leaves")
             self._ask_all(Request.GROW)
             return
-        may = ctx.settings.prepares and not self.preparations.given_up
-        can = may and rung is not None and rung.num_nodes <= MOST_NODES
+        can = ctx.settings.prepares and not self.preparations.given_up
         if rung is None or not can or self.phase is not Phase.RUNNING:
             self._ask_all(Request.GROW)
             return
@@ -884,18 +882,22 @@ class Coordinator(Role):
         """Have the workers of the next epoch made ready, where they meet listens now."""
         if ready.store is None and self.lease.store is not None:
             ready.store = self.lease.store
-            self._send_prepare(ready, tuple(ready.ids))
+            self._send_prepare(ready, ready.ids)
 
     def _tell_of_preparation(self, member: Member) -> None:
         """Say it again to one that comes back: its connection may have lost it."""
         ready = self.preparations.now
         if ready is not None and ready.store is not None and member.agent_id in ready.ids:
-            self._send_prepare(ready, (member.agent_id,))
+            self._send_prepare(ready, {member.agent_id})
 
-    def _send_prepare(self, ready: Preparation, agent_ids: tuple[str, ...]) -> None:
+    def _send_prepare(self, ready: Preparation, agent_ids: set[str]) -> None:
         assert ready.store is not None
         formed = self._formed(ready.epoch, ready.members, ready.store, ready.wanted, ready.number)
-        self._send_all(Prepare(formed=formed), agent_ids)
+        knowing, others = self._by_knowledge(agent_ids)
+        if knowing:
+            self._send(knowing, Prepare(change=formed.since(self.ctx.everyone)))
+        if others:
+            self._send(others, Prepare(whole=formed))
         if self.ctx.me.agent_id in agent_ids:
             self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(formed)))
 
@@ -1434,18 +1436,30 @@ class Coordinator(Role):
 
     def _send_epoch(self, formed: Formed) -> None:
         """Send what has changed to those that hold the last epoch, all of it to others."""
-        held = self.ctx.everyone
-        base, now = held.digest, (formed.members + formed.spares).digest
+        knowing, others = self._by_knowledge()
+        now = (formed.members + formed.spares).digest
+        for peer in self.peers:
+            if peer.conn is not None:
+                peer.holds = now
+        if knowing:
+            self._send(knowing, formed.since(self.ctx.everyone))
+        if others:
+            self._send(others, formed)
+
+    def _by_knowledge(
+        self, agent_ids: Collection[str] | None = None
+    ) -> tuple[tuple[Conn, ...], tuple[Conn, ...]]:
+        """Return the connections to agents that hold the last epoch, and those to others."""
+        base = self.ctx.everyone.digest
         knowing: list[Conn] = []
         others: list[Conn] = []
         for peer in self.peers:
-            if peer.conn is not None:
+            if peer.conn is not None and (agent_ids is None or peer.member.agent_id in agent_ids):
                 (knowing if base and peer.holds == base else others).append(peer.conn)
-                peer.holds = now
-        if knowing:
-            self.ctx.outbox.append(Send(tuple(knowing), formed.since(held)))
-        if others:
-            self.ctx.outbox.append(Send(tuple(others), formed))
+        return tuple(knowing), tuple(others)
+
+    def _send(self, conns: tuple[Conn, ...], message: Message) -> None:
+        self.ctx.outbox.append(Send(conns, message))
 
     def _dismiss(self, peer: Peer, last_word: Stop) -> None:
         if peer.conn is not None:

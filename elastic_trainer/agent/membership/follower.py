@@ -146,8 +146,10 @@ class Follower(Role):
         self, word: EpochAborted | ShowWorkers | AskWorkers | Prepare | DropPrepared
     ) -> None:
         if isinstance(word, Prepare):
-            if self.ctx.fits(word.formed):
-                self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(word.formed)))
+            # Without an answer to one that cannot be, the coordinator drops what it prepares.
+            news = word.change or word.whole
+            if news is not None and (formed := self._read(news)) is not None:
+                self.ctx.tell(PrepareEpoch(formed=self.ctx.notice_of(formed)))
         elif isinstance(word, AskWorkers | DropPrepared) or word.epoch == self.ctx.epoch:
             if isinstance(word, EpochAborted):
                 self.ctx.in_epoch = False
@@ -155,17 +157,21 @@ class Follower(Role):
 
     def _new_epoch(self, conn: Conn, news: Formed | Changed) -> Transition | None:
         """Adopt an epoch; join again for one that cannot be: that says what this agent holds."""
-        ctx = self.ctx
-        try:
-            formed = news.on(ctx.everyone) if isinstance(news, Changed) else news
-        except ValueError:
-            formed = None
-        if formed is None or not ctx.fits(formed):
-            ctx.close(conn)
+        formed = self._read(news)
+        if formed is None:
+            self.ctx.close(conn)
             return self.closed(conn, refused=False)
-        if formed.epoch > ctx.epoch:
-            ctx.adopt(formed)
+        if formed.epoch > self.ctx.epoch:
+            self.ctx.adopt(formed)
         return None
+
+    def _read(self, news: Formed | Changed) -> Formed | None:
+        """Return the epoch that is told of; None: it cannot be."""
+        try:
+            formed = news.on(self.ctx.everyone) if isinstance(news, Changed) else news
+        except ValueError:
+            return None
+        return formed if self.ctx.fits(formed) else None
 
     def reported(self, report: Report) -> Transition | None:
         """Send it on; it is also kept, for a link that breaks with it unread."""

@@ -29,7 +29,7 @@ from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.storage.typed import build
 from elastic_trainer.worker.heartbeat import AXES
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Raise it when a message changes: only agents of the same protocol mix."""
 MAX_NAME_CHARS: Final = 255
 """As of a host's name."""
@@ -185,10 +185,14 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """Coordinator -> members of the next epoch: make its workers ready, while this one runs."""
+    """Coordinator -> members of the next epoch: make its workers ready, while this one runs.
 
-    formed: Formed
-    """As it will be, if nothing happens meanwhile."""
+    It is told as it will be if nothing happens meanwhile, in one of two ways.
+    """
+
+    whole: Formed | None = None
+    change: Changed | None = None
+    """To agents that hold the epoch that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,6 @@ AGAIN_S: Final = 60.0
 """After a preparation that failed the next one waits so long, and twice as long each time."""
 MOST_FAILED: Final = 3
 """After so many in a row a coordinator prepares nothing more: changes are made without."""
-MOST_NODES: Final = 512
-"""Larger epochs are not prepared: all of their table goes to each member, 6 MB in all at this
-size, and 6 GB at 16,384 nodes."""
 
 
 class Preparation:

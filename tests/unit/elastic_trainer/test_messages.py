@@ -21,6 +21,7 @@ from elastic_trainer.agent.membership.messages import (
     Join,
     PastFailure,
     Ping,
+    Prepare,
     Reject,
     Renewed,
     ReportMessage,
@@ -213,6 +214,10 @@ def test_an_epoch_of_2048_is_short():
     changed = replace(epoch, members=rest, spares=epoch.members[2000:2040]).since(epoch.members)
     assert len(encode(changed)) < 1_000
     assert decode(encode(changed)).on(epoch.members).members == rest
+    prepare = Prepare(change=replace(epoch, members=rest).since(epoch.members))
+    assert len(encode(prepare)) < 1_000
+    assert decode(encode(prepare)) == prepare
+    assert decode(encode(Prepare(whole=epoch))).whole == epoch
 
 
 @pytest.mark.parametrize(
