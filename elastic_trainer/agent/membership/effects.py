@@ -336,10 +336,9 @@ class Context:
     def _note_lost(self, named: set[str]) -> None:
         """Note who the newest epoch does not name, for as long as such an agent may serve."""
         until = self.now + SERVE_S
-        for agent_id in set(self.everyone.ids) - named:
-            member = self.everyone.by_id(agent_id)
-            assert member is not None
-            self.lost.setdefault(agent_id, Left(member, self.epoch, until))
+        for i, agent_id in enumerate(self.everyone.ids):
+            if agent_id not in named:
+                self.lost.setdefault(agent_id, Left(self.everyone[i], self.epoch, until))
         for agent_id, left in self.left.items():
             self.lost.setdefault(agent_id, left)
         self.lost = {
