@@ -121,15 +121,21 @@ AIMS: tuple[Aim, ...] = (
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
     _recovery("trainer", "SIGKILL of a worker of Hugging Face's Trainer, preloaded", 1.5),
     _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
-    _recovery("standby", "the same with standbys: of a node", 0.4),
-    _recovery("standby_worker", "with standbys: of a worker", 0.4),
-    _recovery("standby_coordinator", "with standbys: of the coordinator's node", 0.5),
-    _recovery("standby_compile", "with standbys: of a node, compiled", 1.5),
-    _recovery(
-        "beyond_a_step.standby_tp", "with standbys: of a node, dp4-tp2, beyond a plain step", 1.0
+    _recovery("standby_compile", "the same with standbys: of a node, compiled", 1.5),
+    *(
+        _recovery(f"beyond_a_step.{case}", f"beyond a plain step: {what}", limit)
+        for case, what, limit in (
+            ("standby", "SIGKILL of a node, with standbys", 0.12),
+            ("standby_worker", "SIGKILL of a worker, with standbys", 0.12),
+            ("standby_coordinator", "SIGKILL of the coordinator's node, with standbys", 0.12),
+            ("standby_tp", "SIGKILL of a node, dp4-tp2, with standbys", 0.4),
+            ("growth", "the longest gap while a node returns", 0.08),
+            ("drain", "the pause when a node is drained", 0.1),
+            ("drain_two", "the pause when two neighbours are drained", 0.1),
+            ("swap", "the pause when a spare takes a slow node's place", 0.1),
+        )
     ),
-    _recovery("growth", "a returning node, at the boundary", 1.0),
-    _recovery("rejoin", "a returning node's agent starts to first step of all", 6.0),
+    _recovery("rejoin", "a returning node's agent starts to first step of all", 3.0),
     Aim(
         program="recovery",
         key="holdfast.committed_steps_redone",

@@ -272,11 +272,19 @@ def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Ru
         failure = next(f for f in summary["failures"] if f["injected"])
         run.seconds = failure["recovered_s"]
         run.phases = {**failure["phases"], "other": failure["other_s"]}
-    times = sorted(step.t for step in steps if begun is not None and step.t <= begun)
-    run.step = median([later - earlier for earlier, later in pairwise(times[-10:])])
+    run.step = None if begun is None else plain_step([s for s in steps if s.t <= begun])
     run.redone = summary["steps_redone"]
     run.committed_redone = summary["committed_steps_redone"]
     return run
+
+
+def plain_step(steps: Steps) -> float | None:
+    """Return the median time between two of the last steps; None: there are too few."""
+    first: dict[int, float] = {}
+    for step in sorted(steps):  # several ranks may tell of one
+        first.setdefault(step.step, step.t)
+    times = list(first.values())[-10:]
+    return median([later - earlier for earlier, later in pairwise(times)])
 
 
 def account(name: str, steps: Steps, since: float) -> Run | None:
@@ -297,6 +305,7 @@ def account(name: str, steps: Steps, since: float) -> Run | None:
     return Run(
         gap if name == "growth" else fresh[0].t - since,
         gap=gap,
+        step=plain_step(before),
         rejoin=end.t - since if rejoins else None,
         redone=max(newest.step + 1 - fresh[0].step, 0),
     )
@@ -388,8 +397,8 @@ def result(system: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     out: dict[str, Any] = {name: median([r.seconds for r in rs]) for name, rs in runs.items()}
     if "growth" in runs:
         out["rejoin"] = median([run.rejoin for run in runs["growth"]])
+    out["beyond_a_step"] = {n: median([r.beyond_a_step for r in rs]) for n, rs in runs.items()}
     if system == "holdfast":
-        out["beyond_a_step"] = {n: median([r.beyond_a_step for r in rs]) for n, rs in runs.items()}
         every = [run for rs in runs.values() for run in rs]
         out["committed_steps_redone"] = max((r.committed_redone or 0 for r in every), default=0)
         out["steps_redone"] = max((r.redone or 0 for r in every), default=0)

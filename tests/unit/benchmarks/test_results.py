@@ -170,6 +170,7 @@ def test_survivors_that_never_restart_are_accounted_for_as_restarted_ones_are(lo
     assert worker.gap == pytest.approx(1.698), "while the others waited for it"
     growth = recovery.account("growth", before + flying + alone + again, 11.25)
     assert growth.seconds == growth.gap == pytest.approx(1.698)
+    assert recovery.plain_step(before[:1]) is None
     restarted = steps(14.0, 6, (6, 7, 8, 9))
     back = recovery.account("worker", before + restarted, 10.15)
     assert (back.redone, back.rejoin) == (3, pytest.approx(3.856))
@@ -191,9 +192,14 @@ def test_recovery_shows_the_worst_of_what_must_not_be(load):
     assert found == {"node": 0.6, "committed_steps_redone": 1, "steps_redone": 2, "explained": 0.9}
     never = [recovery.Run(None)]
     assert recovery.row("torchrun", "node", never)[2:] == ["never", *("-" * 2), 1, *("-" * 6)]
-    assert recovery.result("torchrun", {"node": never}) == {"node": None}
-    back = [recovery.Run(0.4, rejoin=t) for t in (6.0, 8.0)]
-    assert recovery.result("torchft_1s", {"growth": back}) == {"growth": 0.4, "rejoin": 7.0}
+    found = recovery.result("torchrun", {"node": never})
+    assert found == {"node": None, "beyond_a_step": {"node": None}}
+    back = [recovery.Run(0.4, rejoin=t, step=0.125) for t in (6.0, 8.0)]
+    assert recovery.result("torchft_1s", {"growth": back}) == {
+        "growth": 0.4,
+        "rejoin": 7.0,
+        "beyond_a_step": {"growth": pytest.approx(0.275)},
+    }
 
 
 def test_chaos_counts_only_steps_that_stay(load):
