@@ -138,7 +138,7 @@ class Host:
                 board=FileBoard(board),
                 endpoint=endpoint,
                 network=self.network,
-                open_store=lambda epoch: ("127.0.0.1", epoch),
+                open_store=lambda epoch, _beside: ("127.0.0.1", epoch),
                 log=partial(self._logged, name),
                 notify=partial(self._noticed, name),
                 executors=self.work,

@@ -163,6 +163,7 @@ class HoldfastRendezvous(RendezvousHandler):
             endpoint=endpoint,
             network=self._network,
             open_store=self._store.open,
+            close_stores=self._store.close,
             log=log,
             notify=notify,
             ready=ready,

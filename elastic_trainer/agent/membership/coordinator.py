@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from elastic_trainer.agent.membership.attribution import EpochEnd, attribute_end, settle_s
-from elastic_trainer.agent.membership.effects import Conn, Context, Send
+from elastic_trainer.agent.membership.effects import CloseStores, Conn, Context, Send
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEATS, HangDiagnosis
 from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
 from elastic_trainer.agent.membership.liveness import Peer, Peers, choose_members
@@ -1405,6 +1405,7 @@ class Coordinator(Role):
             ctx.close(conn)
         ctx.timers.clear()
         ctx.everyone = NOBODY
+        ctx.outbox.append(CloseStores())
         return ToSeeker()
 
     def _stop(self, code: int, reason: str) -> Transition | None:

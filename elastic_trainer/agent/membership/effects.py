@@ -92,6 +92,11 @@ class OpenStore:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseStores:
+    """Host none any more: each has a connection of every worker."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Give a notice to this node's agent."""
 
@@ -107,7 +112,7 @@ class Log:
     fields: dict[str, Any]
 
 
-Effect = Dial | Send | Close | ReadBoard | SwapBoard | OpenStore | Tell | Log
+Effect = Dial | Send | Close | ReadBoard | SwapBoard | OpenStore | CloseStores | Tell | Log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_trainer.agent.membership.effects import (
     Close,
+    CloseStores,
     Dial,
     Effect,
     Log,
@@ -60,6 +61,7 @@ class MembershipClient:
         endpoint: Endpoint,
         network: NetworkThread,
         open_store: OpenStoreCall,
+        close_stores: Callable[[], None] = lambda: None,
         log: Callable[[str, int | None, dict[str, Any]], None],
         notify: Callable[[], None] = lambda: None,
         ready: bool = True,
@@ -70,7 +72,8 @@ class MembershipClient:
             me, job, settings, random=random.random, ready=ready, readmit=readmit
         )
         self._settings, self._board, self._endpoint = settings, board, endpoint
-        self._network, self._open_store, self._log, self._notify = network, open_store, log, notify
+        self._network, self._log, self._notify = network, log, notify
+        self._open_store, self._close_stores = open_store, close_stores
         self._board_work, self._store_work = executors or (
             ThreadPoolExecutor(1, "holdfast-board"),
             ThreadPoolExecutor(1, "holdfast-store"),
@@ -171,6 +174,8 @@ class MembershipClient:
                     self._submit(self._board_work, partial(self._swap_board, state, token))
                 case OpenStore(epoch, beside):
                     self._submit(self._store_work, partial(self._open, epoch, beside))
+                case CloseStores():
+                    self._submit(self._store_work, self._close_stores)
                 case Tell(notice):
                     self._notices.put(notice)
                     self._notify()

@@ -19,6 +19,7 @@ from membership_invariants import Owners, everyone
 
 from elastic_trainer.agent.membership.effects import (
     Close,
+    CloseStores,
     Dial,
     Log,
     OpenStore,
@@ -317,7 +318,7 @@ class World:
                 self._put(("store", i), ("store", i, epoch))
             case Tell(notice):
                 self._tell(i, agent, notice)
-            case Log():
+            case Log() | CloseStores():
                 pass
 
     def _send(self, i: int, agent: Agent, conn: int, payload: bytes | None) -> None:

@@ -70,6 +70,8 @@ class Node:
     """What was asked to be prepared for here."""
     waits: int = 0
     """Number of the preparation whose workers wait here; 0: none do."""
+    hosts: int = 0
+    """Stores of epochs."""
     stopped: JobStopped | None = None
     serves: bool = False
     """It has left; its keeper serves the others until they have committed without it."""

@@ -21,6 +21,7 @@ from membership_training import SimTraining
 from elastic_trainer.agent.membership.effects import (
     SERVE_S,
     Close,
+    CloseStores,
     Dial,
     Log,
     OpenStore,
@@ -362,7 +363,10 @@ class Cluster:
                 self.board.call(node, lambda: self.board.read(node))
             case SwapBoard(state, token):
                 self.board.call(node, lambda: self.board.swap(node, state, token))
-            case OpenStore(epoch):
+            case CloseStores():
+                node.hosts = 0
+            case OpenStore(epoch, beside):
+                node.hosts = 1 + (beside and node.hosts > 0)
                 self._stores += 1
                 port = self._stores % (1 << 15) + 1  # each is another one
                 self.at(
@@ -393,6 +397,7 @@ class Cluster:
                 assert self.published.setdefault(epoch, notice) == notice, "published twice"
                 self.published_at.setdefault(epoch, self.now)
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
+                assert notice.coordinator == node.me.node or not node.hosts, "another's stores"
                 self._take_prepared(node, notice)
                 node.formed = notice
                 node.met |= {*notice.members.ids, *notice.spares.ids, *notice.left.ids}
