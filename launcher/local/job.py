@@ -195,7 +195,10 @@ def _prepared(
     """Return the attempt that the options ask for; nothing is made."""
     need("a run on this machine", "torch", extra="train")
     if nodes > MAX_NODES:
-        message = f"--nodes {nodes}: at most {MAX_NODES} nodes are emulated on one machine"
+        message = (
+            f"{nodes} nodes and spares: at most {MAX_NODES} are emulated on one machine; give as "
+            "many with --nodes"
+        )
         raise UserError("HF614", message)
     narrowed = run_dirs.narrow(rendered, nodes)
     return PreparedRun(
