@@ -73,7 +73,7 @@ def compared(run, memory, *, waits):
     """Train; return how each snapshot compares with the state when it was taken."""
     make_secret(run.path)
     write_peers(
-        run.path / "peers.json", [KeeperAddress(node="n0", address="127.0.0.1", port=0)], [], []
+        run.path / "peers.json", [KeeperAddress(node="n0", address="127.0.0.1", port=0)], *[()] * 3
     )
     _, (env,) = run.publish(1, 1)
     env |= {

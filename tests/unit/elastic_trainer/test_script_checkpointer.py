@@ -96,7 +96,7 @@ def test_what_came_from_memory_is_on_storage_only_if_it_was_committed(
         Commit(epoch=0, step=step, dir=f"d{step}", manifest_sha256="0") for step in committed
     )
     update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=commits))
-    found = Restored(3, 0, ())
+    found = Restored(3, 0, (), ())
     monkeypatch.setattr(CheckpointManager, "_restore_from_memory", lambda *_: found)
     model = nn.Linear(2, 2)
     session = checkpointer(tmp_path)
