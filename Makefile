@@ -62,7 +62,7 @@ benchmarks/.peers/ready:
 bench: .venv/ready benchmarks/.peers/ready
 	$(PY) benchmarks/run_all.py
 
-# What is marked slow, and every property with 200 examples: about two hours on two idle cores.
+# What is marked slow, and every property with 200 examples: about two hours on two cores.
 chaos: .venv/ready
 	$(PY) -m pytest tests -m "(slow or hypothesis) and not exhaustive and not gpu and not install" --hypothesis-profile chaos --timeout 900 -n $(WORKERS) --dist worksteal --durations 15
 	$(MAKE) test-torches

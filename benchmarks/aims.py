@@ -121,7 +121,11 @@ AIMS: tuple[Aim, ...] = (
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
     _recovery("trainer", "SIGKILL of a worker of Hugging Face's Trainer, preloaded", 1.5),
     _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
-    _recovery("standby_compile", "the same with standbys: of a node, compiled", 1.5),
+    _recovery("standby", "the same with standbys: of a node", 0.4),
+    _recovery("standby_worker", "with standbys: of a worker", 0.4),
+    _recovery("standby_coordinator", "with standbys: of the coordinator's node", 0.5),
+    _recovery("standby_compile", "with standbys: of a node, compiled", 1.5),
+    _recovery("growth", "a returning node, at the boundary", 1.0),
     *(
         _recovery(f"beyond_a_step.{case}", f"beyond a plain step: {what}", limit)
         for case, what, limit in (

@@ -196,8 +196,8 @@ def _prepared(
     need("a run on this machine", "torch", extra="train")
     if nodes > MAX_NODES:
         message = (
-            f"{nodes} nodes and spares: at most {MAX_NODES} are emulated on one machine; give as "
-            "many with --nodes"
+            f"{nodes} nodes, spares included: at most {MAX_NODES} are emulated on one machine; "
+            f"give --nodes {MAX_NODES} or fewer"
         )
         raise UserError("HF614", message)
     narrowed = run_dirs.narrow(rendered, nodes)

@@ -13,6 +13,7 @@ from launcher.local import job as local_job
 from launcher.node.agent import LEAVE
 from launcher.platforms.base import JobId
 from launcher.platforms.local import LocalCluster
+from launcher.platforms.retries import polled
 from launcher.runs import run_dir as run_dirs
 from launcher.runs.reports.data import current_summary
 
@@ -31,11 +32,8 @@ class Changing:
         self._cluster, self._run_dir = cluster, cluster.run_dir
 
     def _until(self, what: str, true: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            told = f"not: {what}"
-            assert time.monotonic() < deadline, story(self._run_dir.parent, told)
-            time.sleep(0.05)
+        seen = polled(true, bool, for_s=DEADLINE_S, every_s=0.05)
+        assert seen, story(self._run_dir.parent, f"not: {what}")
 
     def _steps(self, after: float) -> int:
         return sum(e["t_unix"] > after for e in events(self._run_dir, "step.completed"))

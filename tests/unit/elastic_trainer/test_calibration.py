@@ -97,9 +97,7 @@ def test_nodes_measure_and_the_profile_is_kept(tmp_path, count, gpus):
         (kind, count) for kind in ("all_gather", "reduce_scatter", "all_reduce", "send")
     }
     machine = machine_from(profile)
-    # Of layers or of both ends: a busy machine may not let the difference of two steps tell which.
-    stack = stack_from(profile, machine)
-    assert stack.kernels + stack.end_kernels > 0
+    assert stack_from(profile, machine).kernels > 0
     assert not (tmp_path / "files").exists()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -216,16 +217,10 @@ def test_frequencies_and_factor_are_those_of_transformers(rope, theta, size):
         head_dim=size, rope_parameters={**rope, "rope_theta": theta},
     )  # fmt: skip
     shape = parse_hf_config(json.dumps(theirs.to_dict()))
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
+    with mock.patch.multiple(torch, float=torch.float64, float32=torch.float64):  # they round
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
     assert shape.rope_magnitude == pytest.approx(factor, rel=1e-12)
-    # Theirs are made in fp32. Where llama3 leaves the scaled frequencies, f / factor, a rounding of
-    # the share of f, a difference of two quotients, weighs that many times as much.
-    rounds = 40.0
-    if rope["rope_type"] == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        rounds += rope["factor"] * high / (high - low)
-    rtol = rounds * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(rope_frequencies(shape).float(), frequencies, rtol=rtol, atol=0)
+    torch.testing.assert_close(rope_frequencies(shape), frequencies, rtol=1e-9, atol=0)
 
 
 def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
