@@ -141,13 +141,27 @@ class Probe:
 
         All ranks of the group call it at once, and get what the slowest took.
         """
-        self._batch(run, 1)
-        once = self._slowest(self._batch(run, 1))
+        return self.seconds_of([run])[0]
+
+    def seconds_of(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Return how long each of `runs` takes, as `seconds` does.
+
+        Their batches alternate, so that a node that is busy for a while is so in all of them: what
+        counts may be a difference.
+        """
         budget_s = _BUDGET_S[self.asked.quick]
-        count = max(1, round(budget_s / _BATCHES / max(once, 1e-7)))
-        batches = _BATCHES if once < budget_s else _LONG_BATCHES
-        took = [self._batch(run, count) for _ in range(batches)]
-        return self._slowest(statistics.median(took))
+        counts, longest = [], 0.0
+        for run in runs:
+            self._batch(run, 1)
+            once = self._slowest(self._batch(run, 1))
+            counts.append(max(1, round(budget_s / _BATCHES / max(once, 1e-7))))
+            longest = max(longest, once)
+        batches = _BATCHES if longest < budget_s else _LONG_BATCHES
+        took = [
+            [self._batch(run, count) for run, count in zip(runs, counts, strict=True)]
+            for _ in range(batches)
+        ]
+        return [self._slowest(statistics.median(each)) for each in zip(*took, strict=True)]
 
     def _batch(self, run: Callable[[], object], count: int) -> float:
         if len(self.group) > 1:
@@ -250,25 +264,38 @@ def _steps(probe: Probe, layouts: Sequence[ParallelLayout]) -> Iterator[EngineSt
     """Yield steps that tell what a layer, a micro-batch's ends and an update cost, by layout."""
     small, *large = probe.sizes.layers
     for layout in layouts:
-        cases = [(small, 2, 4), (small, 6, 4), *((size, 2, 2 * layout.pp) for size in large)]
-        for (dim, seq_len, micro_batch), num_layers, micro_batches in cases:
-            asked = EngineStep(
-                layout=str(layout),
-                precision="bf16" if probe.device.type == "cuda" else "fp32",
-                dim=dim,
-                num_layers=num_layers,
-                seq_len=seq_len,
-                micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                compute_s=0.0,
-                update_s=0.0,
-            )
-            _, compute, update = engine_step(asked, probe.device, compiled=probe.asked.compiled)
-            compute()
-            update()  # the optimizer makes its state
-            # Gradients are not freed between two steps: they are added to, which costs as much.
-            update_s, compute_s = probe.seconds(update), probe.seconds(compute)
-            yield replace(asked, compute_s=compute_s, update_s=update_s)
+        # A layer's cost is the difference of the two small ones: they are measured together.
+        yield from _measured(probe, layout, [(small, 2, 4), (small, 6, 4)])
+        for size in large:
+            yield from _measured(probe, layout, [(size, 2, 2 * layout.pp)])
+
+
+def _measured(
+    probe: Probe, layout: ParallelLayout, cases: Sequence[tuple[tuple[int, int, int], int, int]]
+) -> Iterator[EngineStep]:
+    """Yield the steps of all cases: a size, the layers and the micro-batches of each."""
+    asked, runs = [], list[Callable[[], None]]()
+    for (dim, seq_len, micro_batch), num_layers, micro_batches in cases:
+        step = EngineStep(
+            layout=str(layout),
+            precision="bf16" if probe.device.type == "cuda" else "fp32",
+            dim=dim,
+            num_layers=num_layers,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            compute_s=0.0,
+            update_s=0.0,
+        )
+        _, compute, update = engine_step(step, probe.device, compiled=probe.asked.compiled)
+        compute()
+        update()  # the optimizer makes its state
+        asked.append(step)
+        # Gradients are not freed between two steps: they are added to, which costs as much.
+        runs += [update, compute]
+    took = iter(probe.seconds_of(runs))
+    for step, update_s, compute_s in zip(asked, took, took, strict=True):
+        yield replace(step, compute_s=compute_s, update_s=update_s)
 
 
 def engine_step(
