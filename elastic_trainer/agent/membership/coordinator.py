@@ -839,7 +839,7 @@ class Coordinator(Role):
             return None  # where nodes stay what they are, it coordinates without workers
         ctx.leaving[ctx.me.agent_id] = ctx.me
         self._send_all(Leaves(member=ctx.me))
-        return JobStopped(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
+        return self._go(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
 
     # --- a change that is known beforehand -----------------------------------------------
 
@@ -1325,8 +1325,14 @@ class Coordinator(Role):
         if ctx.me.agent_id in why:
             reason = f"left on request: {why.pop(ctx.me.agent_id)}"
             ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
-            return JobStopped(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
+            return self._go(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
         return None
+
+    def _go(self, code: int, reason: str, *, serves: bool) -> JobStopped:
+        """Leave to the others a job that goes on; they learn it now, not once this process ends."""
+        for conn in self.peers.conns():
+            self.ctx.close(conn)
+        return JobStopped(code, reason, serves)
 
     def _is_needed(self, member: Member) -> bool:
         """Whether those that continue may need what `member` holds.

@@ -170,3 +170,10 @@ class Done(Role):
         self.ctx.timers.clear()
         self.ctx.tell(self._end)
         return None
+
+    def received(self, conn: Conn, message: Message) -> Transition | None:
+        """Have no vote: whoever asks takes this agent for gone, as it will be in a moment."""
+        if isinstance(message, Elect):
+            self.ctx.close(conn)
+            return None
+        return super().received(conn, message)
