@@ -14,6 +14,7 @@ from elastic_trainer.state.state import (
     MODEL,
     STEP,
     TRAINER,
+    FillingReader,
     NamedTensors,
     TrainingState,
     clean_name,
@@ -46,7 +47,7 @@ class AdapterState(TrainingState):
         self._found = self._base.clone()  # what is loaded goes here
         super().__init__(model, optimizers, {**keeps, BASE: self._found})
 
-    def load(self, reader: StorageReader) -> int:
+    def load(self, reader: StorageReader | FillingReader) -> int:
         """As of `TrainingState`.
 
         Raises:
@@ -73,7 +74,7 @@ class FrozenWeights(TrainingState):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, ())
 
-    def load(self, reader: StorageReader) -> int:
+    def load(self, reader: StorageReader | FillingReader) -> int:
         """Read this rank's part in place from a checkpoint without adapters; return its step."""
         step, trained = torch.zeros((), dtype=torch.int64), trained_names(self._model)
         frozen = {

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from elastic_trainer.state.collective import Collective, StepFailedError
 from elastic_trainer.state.errors import DamagedError
@@ -61,7 +59,7 @@ from elastic_trainer.state.snapshots.image import (
     parse_name,
 )
 from elastic_trainer.state.snapshots.peer import KeeperAddress, PeerLink
-from elastic_trainer.state.state import LocatingReader, TrainingState
+from elastic_trainer.state.state import FillingReader, TrainingState, local_data
 
 ALL_KNOW = 64
 """Largest group in which all ranks get all rows, 100 kB of each: every collective takes time."""
@@ -80,7 +78,7 @@ Single = tuple[Holding, tuple[Part, ...], KeeperAddress]
 """An image whose shard no other machine holds, what is in it, and the node to copy it to."""
 
 
-class SnapshotReader(LocatingReader):
+class SnapshotReader(FillingReader):
     """Reads one snapshot. Making it is collective.
 
     `found`: the images of the snapshot that this rank has verified; each is verified by one rank.
@@ -103,45 +101,52 @@ class SnapshotReader(LocatingReader):
         else:
             self._owned = Owned(group.exchange(rows).values())
             self._tensors = read_wholes(group.gather_bytes(self._owned.wholes()))
-        self._where: dict[tuple[str, tuple[int, ...]], Source] = {}
         self._images: dict[str, Image] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Keep nothing between loads."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
-        """Never chosen by a path."""
-        return False
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return DCP's index of the snapshot: all tensors, and the parts located so far."""
-        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-        for _holding, part in self._where.values():
-            chunks[part.name].append(
-                ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-            )
+    def read_metadata(self) -> Metadata:
+        """Return DCP's index of the snapshot: all tensors, and none of their parts."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
                     TensorProperties(dtype=getattr(torch, whole.dtype)),
                     torch.Size(whole.shape),
-                    chunks[name],
+                    [],
                 )
                 for name, whole in self._tensors.items()
             }
         )
 
-    def locate(self, target: Mapping[str, Tensor]) -> Metadata:
-        """See LocatingReader; parts that this node holds need no question."""
-        boxes: list[Box] = []
+    def fill(self, target: Mapping[str, Tensor]) -> None:
+        """Copy from this node's memory, and read from others' over TCP."""
+        pieces: dict[tuple[str, str], tuple[Holding, list[Piece]]] = {}
+        for box, local, held in self._locate(target):
+            for holding, part in held:
+                key = holding.node, holding.file
+                if (piece := piece_of(box, local, part)) is not None:
+                    pieces.setdefault(key, (holding, []))[1].append(piece)
+        for holding, wanted in pieces.values():
+            for piece, raw in zip(wanted, self._bytes(holding, wanted), strict=True):
+                piece.target.copy_(piece.read(raw))
+
+    def close(self) -> None:
+        """Unmap this node's images."""
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+
+    def _locate(self, target: Mapping[str, Tensor]) -> list[tuple[Box, Tensor, list[Source]]]:
+        """Return this rank's boxes, the tensors to fill, and where their parts are; collective.
+
+        Parts that this node holds need no question.
+        """
+        boxes: list[tuple[Box, Tensor]] = []
         questions: dict[int, bytes] = {}
 
         def ask() -> None:
             boxes.extend(self._boxes(target))
             questions.update(
                 questions_for_owners(
-                    (box for box in boxes if not self._known(box)),
+                    (box for box, _ in boxes if not self._known(box)),
                     self._num_owners,
                     node=self._place.node,
                     spread=self._group.rank,
@@ -160,52 +165,17 @@ class SnapshotReader(LocatingReader):
         for raw in answers.values():
             for holding, part in read_answer(raw):
                 known[part.name][part.offsets] = holding, part
-        for box in boxes:
+        found = []
+        for box, local in boxes:
             held = self._known(box) or list(known[box.name].values())
             if not covers(box, (part for _, part in held)):
                 raise DamagedError(f"nobody holds all of {box.name} from {box.offsets} on")
-            self._where.update({(box.name, part.offsets): (h, part) for h, part in held})
-        return self.read_metadata()
+            found.append((box, local, held))
+        return found
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
-        """Everything is known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the plan's tensors: from this node's memory by a copy, from others over TCP."""
-        by_holding: dict[tuple[str, str], tuple[Holding, list[ByteSpan]]] = {}
-        for item in plan.items:
-            index = item.storage_index
-            assert index.offset is not None, index
-            holding, part = self._where[index.fqn, tuple(index.offset)]
-            spans = by_holding.setdefault((holding.node, holding.file), (holding, []))[1]
-            spans.append(span_of(item, part.sizes, getattr(torch, part.dtype), part.at))
-        for holding, spans in by_holding.values():
-            for span, raw in zip(spans, self._bytes(holding, spans), strict=True):
-                target = planner.resolve_tensor(span.item).detach()
-                target.copy_(span.tensor(raw))
-                planner.commit_tensor(span.item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def close(self) -> None:
-        """Unmap this node's images."""
-        for image in self._images.values():
-            image.close()
-        self._images.clear()
-
-    def _boxes(self, target: Mapping[str, Tensor]) -> list[Box]:
-        chunks: dict[Any, list[ChunkStorageMetadata]] = {}
+    def _boxes(self, target: Mapping[str, Tensor]) -> Iterator[tuple[Box, Tensor]]:
+        chunks: dict[Any, ChunkStorageMetadata] = {}
         """Moments are placed like their parameter, and DCP is slow to say how."""
-        boxes = []
         for name, tensor in target.items():
             whole = self._tensors.get(name)
             if whole is None or whole.shape != tuple(tensor.shape):
@@ -213,14 +183,17 @@ class SnapshotReader(LocatingReader):
                 raise DamagedError(f"{name} is {list(tensor.shape)} here, {there} there")
             if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
                 continue  # of another part of the world
+            if 0 in tensor.shape:
+                continue
             if not isinstance(tensor, DTensor):
-                boxes.append(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)))
+                yield Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
                 continue
             key = tensor.shape, tensor.device_mesh, tensor.placements
             if key not in chunks:
-                chunks[key] = tensor.__create_chunk_list__()
-            boxes += [Box(name, tuple(c.offsets), tuple(c.sizes)) for c in chunks[key]]
-        return [box for box in boxes if 0 not in box.sizes]
+                (chunks[key],) = tensor.__create_chunk_list__()
+            box = Box(name, tuple(chunks[key].offsets), tuple(chunks[key].sizes))
+            if 0 not in box.sizes:
+                yield box, local_data(tensor)
 
     def _known(self, box: Box) -> list[Source]:
         """Return where `box` is, when that needs no question."""
@@ -230,46 +203,63 @@ class SnapshotReader(LocatingReader):
         own = [source for source in few if source[0].node == self._place.node]
         return own or [few[self._group.rank % len(few)]] if few else []
 
-    def _bytes(self, holding: Holding, spans: Iterable[ByteSpan]) -> Iterable[Any]:
+    def _bytes(self, holding: Holding, pieces: Iterable[Piece]) -> Iterable[Any]:
         if holding.node != self._place.node:
             with PeerLink(_peer(holding), self._place.authenticate) as link:
-                wanted = [(span.at, span.num_bytes) for span in spans]
+                wanted = [(piece.at, piece.num_bytes) for piece in pieces]
                 return link.read(holding.file, wanted, self._place.image_key)
         image = self._images.get(holding.file)
         if image is None:
             image = self._images[holding.file] = Image(self._place.directory / holding.file)
         at = holding.header.payload_at
         whole = memoryview(image.map)
-        return [whole[at + span.at : at + span.at + span.num_bytes] for span in spans]
+        return [whole[at + piece.at : at + piece.at + piece.num_bytes] for piece in pieces]
 
 
 @dataclass(frozen=True, slots=True)
-class ByteSpan:
-    """The bytes from the first to the last element of a box in a contiguous tensor."""
+class Piece:
+    """What a box and a part have in common: in a local tensor, and in the bytes of the part."""
 
-    item: ReadItem
+    target: Tensor
+    """The view that it fills."""
     dtype: torch.dtype
+    """Of the bytes."""
     at: int
-    """Where they begin, bytes."""
+    """Where its first element begins, bytes."""
     num_bytes: int
+    """To the end of its last element."""
     strides: tuple[int, ...]
-    """Of the box in them, elements."""
+    """Of the part, elements."""
 
-    def tensor(self, raw: Any) -> Tensor:
-        """Return the item's tensor in `raw`, a writable buffer of `num_bytes`."""
-        if not self.num_bytes:
-            return torch.empty(tuple(self.item.lengths), dtype=self.dtype)
-        flat = torch.frombuffer(raw, dtype=self.dtype)
-        return flat.as_strided(tuple(self.item.lengths), self.strides)
+    def read(self, raw: Any) -> Tensor:
+        """Return it in `raw`, a writable buffer of `num_bytes`."""
+        return torch.frombuffer(raw, dtype=self.dtype).as_strided(self.target.shape, self.strides)
 
 
-def span_of(item: ReadItem, sizes: Sequence[int], dtype: torch.dtype, at: int) -> ByteSpan:
-    """Return what `item` needs of the contiguous tensor of `sizes` whose bytes begin at `at`."""
-    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-    begin = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
-    last = begin + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
-    count = 0 if 0 in item.lengths else last + 1 - begin
-    return ByteSpan(item, dtype, at + begin * dtype.itemsize, count * dtype.itemsize, strides)
+def piece_of(box: Box, local: Tensor, part: Part) -> Piece | None:
+    """Return what the tensor of `box` needs of `part`, which is contiguous; None: nothing."""
+    begin = tuple(map(max, box.offsets, part.offsets))
+    ends = (min(a + n, b + m) for a, n, b, m in _sides(box, part))
+    lengths = tuple(end - first for end, first in zip(ends, begin, strict=True))
+    if any(length <= 0 for length in lengths):
+        return None
+    dtype = getattr(torch, part.dtype)
+    strides = tuple(math.prod(part.sizes[dim + 1 :]) for dim in range(len(part.sizes)))
+    first = sum((b - o) * s for b, o, s in zip(begin, part.offsets, strides, strict=True))
+    count = 1 + sum((n - 1) * s for n, s in zip(lengths, strides, strict=True))
+    target = local
+    if lengths != box.sizes:
+        target = local[
+            tuple(
+                slice(b - o, b - o + n) for b, o, n in zip(begin, box.offsets, lengths, strict=True)
+            )
+        ]
+    size = dtype.itemsize
+    return Piece(target, dtype, part.at + first * size, count * size, strides)
+
+
+def _sides(box: Box, part: Part) -> Iterator[tuple[int, int, int, int]]:
+    return zip(box.offsets, box.sizes, part.offsets, part.sizes, strict=True)
 
 
 class Restored(NamedTuple):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
@@ -187,14 +186,19 @@ def flat_names(tensors: NamedTensors) -> dict[str, Tensor]:
     }
 
 
-class LocatingReader(StorageReader, abc.ABC):
-    """A reader whose `read_metadata` knows the tensors, but not where their parts are."""
+class FillingReader(abc.ABC):
+    """A reader that finds the parts of tensors, and reads them, without a plan of DCP's."""
 
     @abc.abstractmethod
-    def locate(self, target: Mapping[str, Tensor]) -> Metadata:
-        """Return the parts that meet this rank's of `target`, by full name; collective.
+    def read_metadata(self) -> Metadata:
+        """Return DCP's index, at least of which tensors there are."""
+
+    @abc.abstractmethod
+    def fill(self, target: Mapping[str, Tensor]) -> None:
+        """Read this rank's part of `target`, by full name, in place; collective.
 
         Raises:
+            DamagedError: something is not there.
             StepFailedError: on every rank.
         """
 
@@ -214,7 +218,6 @@ class TrainingState:
     ) -> None:
         self._model, self._optimizers, self._keeps = model, optimizers, keeps or {}
         self._generators = generators_of(next(model.parameters()).device)
-        self._reading = ReadPlan()
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
         """Return the tensors after `step`, not copies.
@@ -227,7 +230,7 @@ class TrainingState:
             live[TRAINER] = {STEP: torch.tensor(step), **random, **self._keeps}
         return live
 
-    def load(self, reader: StorageReader) -> int:
+    def load(self, reader: StorageReader | FillingReader) -> int:
         """Read this rank's part in place; return its step. Makes a fresh optimizer's state first.
 
         The reader may have collectives, so all ranks call it alike, and `read_into` once.
@@ -243,7 +246,7 @@ class TrainingState:
         keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
         live = self._tensors()
         live[TRAINER] = {STEP: step, **random, **keeps}
-        read_into(live, reader, metadata, self._reading)
+        read_into(live, reader, metadata)
         for name, state in random.items():
             known[name].set_state(state)
         return int(step.item())
@@ -269,44 +272,22 @@ def generators_of(device: torch.device) -> dict[str, torch.Generator]:
     return found
 
 
-class ReadPlan:
-    """DCP's plan of what a rank reads of a checkpoint: kept for another that is laid out alike.
-
-    To plan takes longer than to read where tensors are many and small.
-    """
-
-    def __init__(self) -> None:
-        self._for: tuple[Metadata, list[tuple[str, torch.Size, torch.dtype]]] | None = None
-        self._plan: LoadPlan | None = None
-
-    def of(
-        self, target: Mapping[str, Tensor], metadata: Metadata, planner: LoadPlanner
-    ) -> LoadPlan:
-        """Return the plan for this rank's tensors of `target`, as `planner` makes it."""
-        layout = [(name, each.shape, each.dtype) for name, each in target.items()]
-        if self._plan is None or self._for != (metadata, layout):
-            self._for, self._plan = (metadata, layout), planner.create_local_plan()
-        return self._plan
-
-
 def read_into(
-    target: NamedTensors,
-    reader: StorageReader,
-    metadata: Metadata,
-    plan: ReadPlan | None = None,
+    target: NamedTensors, reader: StorageReader | FillingReader, metadata: Metadata
 ) -> None:
-    """Read this rank's part of `target` in place; collective only if `reader` locates.
+    """Read this rank's part of `target` in place; collective only if `reader` fills.
 
-    DCP's planner cuts what this layout needs out of what any layout wrote; `plan` may have it from
-    an earlier call with the same tensors. `dcp.load` would add three object collectives to agree on
-    plans that do not depend on each other, and falls back to other pickles on an error.
+    DCP's planner cuts what this layout needs out of what any layout wrote. `dcp.load` would add
+    three object collectives to agree on plans that do not depend on each other, and falls back to
+    other pickles on an error.
     """
     flat = flat_names(target)
-    if isinstance(reader, LocatingReader):
-        metadata = reader.locate(flat)
+    if isinstance(reader, FillingReader):
+        reader.fill(flat)
+        return
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    local = reader.prepare_local_plan((plan or ReadPlan()).of(flat, metadata, planner))
+    local = reader.prepare_local_plan(planner.create_local_plan())
     local = reader.prepare_global_plan(planner.create_global_plan([local]))[0]
     reader.read_data(planner.finish_plan(local), planner).wait()

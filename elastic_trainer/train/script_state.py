@@ -19,6 +19,7 @@ from elastic_trainer.state.state import (
     MODEL,
     OPTIM,
     TRAINER,
+    FillingReader,
     NamedTensors,
     TrainingState,
     clean_name,
@@ -76,7 +77,7 @@ class ScriptState(TrainingState):
             live.setdefault(TRAINER, {})[self._mine] = self._written(self._mine, states)
         return live
 
-    def load(self, reader: StorageReader) -> int:
+    def load(self, reader: StorageReader | FillingReader) -> int:
         """See TrainingState. Objects get theirs by `hand_out`: it is not the data's fault."""
         there = reader.read_metadata().state_dict_metadata
         self._ranks_then = sum(name.startswith(f"{TRAINER}.{_of_rank('')}") for name in there)

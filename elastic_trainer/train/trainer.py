@@ -7,6 +7,7 @@ saved on request, or an exception.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -296,6 +297,7 @@ class Trainer:
         steps = self.config.train.steps
         loss: float | None = None
         self._first = self.step + 1
+        gc.enable()
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
         self._reported_mono = time.monotonic()
         self._compare_replicas(before_save=True)
@@ -515,6 +517,7 @@ def run_worker(built: Callable[[Engine], None], hold: Callable[[], None] | None 
     `built` is called with the engine before it is used. With `hold` the worker is prepared for an
     epoch that may come: see `Trainer.prepare`.
     """
+    gc.disable()  # until it trains: what is made stays, and a recovery waits for each look at it
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     answer_when_asked(who.heartbeat)

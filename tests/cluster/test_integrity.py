@@ -243,7 +243,7 @@ POINTS = {
         (snapshot_restore, "_survey"),
         (snapshot_restore, "_verified"),
         (snapshot_restore.SnapshotReader, "read_metadata"),
-        (snapshot_restore.SnapshotReader, "read_data"),
+        (snapshot_restore.SnapshotReader, "fill"),
     ),
     "storage": (
         (CheckpointStorage, "read_manifest"),
