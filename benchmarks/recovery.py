@@ -8,18 +8,22 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
 
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
 the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
-without a step. Holdfast alone: `drain` and `drain_two`, one node or two neighbours are asked to
-leave, and `swap`, a slow node gives its place to a spare: their seconds are those between the last
-step before and the first after; `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
-torch.compile on; `standby`, `standby_worker`, `standby_coordinator`, `standby_tp` and
-`standby_compile`, as `node` and the others with `elastic.standby` (`standby_compile` later, once
-they have warmed up); `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
-`trainer_imports`, without.
+without a step. Holdfast alone: `drain`, `drain_two` and `drain_coordinator`, one node, two
+neighbours or the node that coordinates are asked to leave, and `swap`, a slow node gives its place
+to a spare: their seconds are those between the last step before and the first after; `tp`, two
+workers a node, dp4-tp2 -> dp3-tp2; `compile`, torch.compile on; `standby`, `standby_worker`,
+`standby_coordinator`, `standby_tp` and `standby_compile`, as `node` and the others with
+`elastic.standby` (`standby_compile` later, once they have warmed up); `trainer`, a worker of
+Hugging Face's Trainer with its modules preloaded, and `trainer_imports`, without.
 
-Columns: `plain step`, the median time between two steps before the kill; `longest gap`, between two
-steps of the job, from the kill (growth: the return) until the case is over; `rejoin`, from the
-death of a worker, or the start of a returning node's agent, to the first step of all four; `steps
-redone`, that had been completed before.
+`pair`, `pair_worker`, `pair_coordinator`, `pair_growth` and `pair_drain`: the same with standbys
+where two ranks are left, a core each of this machine's two; above, four ranks share them, and what
+each computes for itself takes up to twice as long.
+
+Columns: `plain step`, the median time between two steps before the kill, of a pair after it, in the
+layout that comes; `longest gap`, between two steps of the job, from the kill (growth: the return)
+until the case is over; `rejoin`, from the death of a worker, or the start of a returning node's
+agent, to the first step of all; `steps redone`, that had been completed before.
 
 Each case runs three times; torchrun with its default settings once, since its pause is that
 of its time-outs and three times would double the whole (`--repeats` holds for all).
@@ -62,7 +66,7 @@ from elastic_trainer.record.events import Event
 from launcher.record.files import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4
-AFTER = 3
+AFTER = 6
 """Steps of the new epoch that a planned change is followed for."""
 ENDLESS = 100_000
 REPEATS = {"torchrun_default": 1}
@@ -73,7 +77,7 @@ JOB = """
 name: recovery
 model: tiny
 layout: {{dp: auto, tp: {workers}}}
-cluster: {{nodes: 4, spares: {spares}, gpus_per_node: {workers}, gpu: cpu}}
+cluster: {{nodes: {nodes}, spares: {spares}, gpus_per_node: {workers}, gpu: cpu}}
 train:
   {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none,
    compile: {compiled}}}
@@ -96,6 +100,7 @@ class Case:
     """What is struck, and what is trained."""
 
     faults: tuple[str, ...]
+    nodes: int = NODES
     workers: int = 1
     """Per node, tensor-parallel."""
     compiled: bool = False
@@ -106,11 +111,19 @@ class Case:
     """Hugging Face's Trainer, in place of the tiny model."""
     preload: str = "torch"
     """Of a Trainer; torch is anyway."""
-    drained: tuple[int, ...] = ()
-    """Nodes that are asked to leave after FAULT_STEP."""
+    drained: int = 0
+    """So many neighbours are asked to leave after FAULT_STEP, none of them the coordinator."""
+    drains_coordinator: bool = False
     spares: int = 0
     planned: bool = False
     """Whether the epoch that ends the case is formed though nothing failed."""
+    pair: bool = False
+    """Whether two ranks are left, whose own plain step counts."""
+
+    @property
+    def drains(self) -> int:
+        """How many nodes are asked to leave."""
+        return self.drained or int(self.drains_coordinator)
 
 
 CASES = {
@@ -125,9 +138,17 @@ CASES = {
     "standby_tp": Case(("kill-node:2@15",), workers=2, standby=True),
     "standby_compile": Case(("kill-node:2@45",), compiled=True, standby=True, steps=52),
     "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS, planned=True),
-    "drain": Case((), steps=ENDLESS, drained=(2,), planned=True),
-    "drain_two": Case((), steps=ENDLESS, drained=(1, 2), planned=True),
+    "drain": Case((), steps=ENDLESS, drained=1, planned=True),
+    "drain_two": Case((), steps=ENDLESS, drained=2, planned=True),
+    "drain_coordinator": Case((), steps=ENDLESS, drains_coordinator=True, planned=True),
     "swap": Case(("slow-worker:1@15",), steps=ENDLESS, spares=1, planned=True),
+    "pair": Case(("kill-node:2@15",), nodes=3, standby=True, steps=30, pair=True),
+    "pair_worker": Case(("kill-worker:1@15",), nodes=2, standby=True, steps=30, pair=True),
+    "pair_coordinator": Case(("kill-coordinator@15",), nodes=3, standby=True, steps=30, pair=True),
+    "pair_growth": Case(
+        ("kill-node:1@15", "return-node@20"), nodes=2, steps=ENDLESS, planned=True, pair=True
+    ),
+    "pair_drain": Case((), nodes=3, steps=ENDLESS, drained=1, planned=True, pair=True),
     "trainer": Case(("kill-worker:1@15",), trainer=True, preload=PRELOAD),
     "trainer_imports": Case(("kill-worker:1@15",), trainer=True),
 }
@@ -170,6 +191,7 @@ def write_job(folder: Path, case: Case) -> Path:
     text = (TRAINER if case.trainer else JOB).format(
         steps=case.steps,
         corpus=ROOT / "examples" / "corpus",
+        nodes=case.nodes,
         workers=case.workers,
         compiled=str(case.compiled).lower(),
         standby=str(case.standby).lower(),
@@ -216,9 +238,9 @@ def stop_once_changed(running: subprocess.Popen[str], run_dir: Path, case: Case)
     while running.poll() is None:
         record.poll()
         steps = [e for e in record.events if e.event == "step.completed"]
-        if case.drained and not asked and len(steps) >= FAULT_STEP:
+        if case.drains and not asked and len(steps) >= FAULT_STEP:
             asked = True
-            for node in case.drained:
+            for node in drained(record.events, case):
                 os.kill(agent_of(run_dir, node), signal.Signals[LEAVE])
         change = planned_change(record.events, case)
         if change is not None and sum(e.epoch == change[2].epoch for e in steps) >= AFTER:
@@ -229,9 +251,19 @@ def stop_once_changed(running: subprocess.Popen[str], run_dir: Path, case: Case)
         time.sleep(0.05)
 
 
-def agent_of(run_dir: Path, node: int) -> int:
+def drained(events: Sequence[Event], case: Case) -> list[str]:
+    """Return the nodes that are asked to leave."""
+    first = next(e.node for e in events if e.event == "coordinator.elected")
+    if case.drains_coordinator:
+        return [first]
+    nodes = [f"node{number}" for number in range(case.nodes)]
+    at = nodes.index(first)
+    return max(nodes[:at], nodes[at + 1 :], key=len)[-case.drained :]
+
+
+def agent_of(run_dir: Path, node: str) -> int:
     """Return the process of a node's agent."""
-    lines = (run_dir / "nodes" / f"node{node}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run_dir / "nodes" / f"{node}.jsonl").read_text(encoding="utf-8").splitlines()
     events = filter(None, map(Event.decode, lines))
     return int([e for e in events if e.event == "agent.started"][-1].fields["pid"])
 
@@ -241,10 +273,10 @@ def planned_change(events: Sequence[Event], case: Case) -> tuple[Event, Event, E
 
     None: it is not over.
     """
-    begin = "member.leaving" if case.drained else "fault.injected"
+    begin = "member.leaving" if case.drains else "fault.injected"
     ordered = sorted(events, key=lambda e: e.t_unix)
     begun = [e for e in ordered if e.event == begin]
-    if len(begun) < len(case.drained or case.faults):
+    if len(begun) < (case.drains or len(case.faults)):
         return None
     formed = [e for e in ordered if e.event == "epoch.formed" and e.t_unix > begun[-1].t_unix]
     if not formed:
@@ -260,10 +292,10 @@ def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Ru
     case, steps = CASES[name], completed(events)
     injected = [e.t_unix for e in events if e.event == "fault.injected"]
     run = Run(None)
-    if injected and name not in ("drain", "drain_two", "swap"):
+    if injected and name != "swap":
         run = account(name, steps, injected[-1]) or run
+    change = planned_change(events, case) if case.planned else None
     if case.planned:
-        change = planned_change(events, case)
         begun = None if change is None else change[0].t_unix
         run.seconds = None if change is None else change[2].t_unix - change[1].t_unix
         run.gap = run.gap or run.seconds
@@ -272,7 +304,11 @@ def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Ru
         failure = next(f for f in summary["failures"] if f["injected"])
         run.seconds = failure["recovered_s"]
         run.phases = {**failure["phases"], "other": failure["other_s"]}
-    run.step = None if begun is None else plain_step([s for s in steps if s.t <= begun])
+    if begun is not None:
+        run.step = plain_step([s for s in steps if s.t <= begun])
+    if case.pair and begun is not None and run.seconds is not None:
+        first = begun + run.seconds if change is None else change[2].t_unix
+        run.step = plain_step([s for s in steps if s.t >= first])
     run.redone = summary["steps_redone"]
     run.committed_redone = summary["committed_steps_redone"]
     return run
@@ -296,14 +332,15 @@ def account(name: str, steps: Steps, since: float) -> Run | None:
     before = [step for step in steps if step.t <= since]
     old, newest = {step.by for step in before}, before[-1]
     fresh = [s for s in steps[len(before) :] if s.by not in old or s.ranks != newest.ranks]
-    rejoins = name in ("worker", "standby_worker", "growth")
-    end = next((s for s in fresh if s.ranks == NODES or not rejoins), None)
+    rejoins = name.endswith(("worker", "growth"))
+    nodes = CASES[name].nodes
+    end = next((s for s in fresh if s.ranks == nodes or not rejoins), None)
     if end is None:
         return None
     times = [newest.t, *(s.t for s in steps[len(before) :] if s.t <= end.t)]
     gap = max(later - earlier for earlier, later in pairwise(times))
     return Run(
-        gap if name == "growth" else fresh[0].t - since,
+        gap if name.endswith("growth") else fresh[0].t - since,
         gap=gap,
         step=plain_step(before),
         rejoin=end.t - since if rejoins else None,
@@ -395,8 +432,8 @@ HEADER += [
 def result(system: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     """Return what the JSON line says of one system."""
     out: dict[str, Any] = {name: median([r.seconds for r in rs]) for name, rs in runs.items()}
-    if "growth" in runs:
-        out["rejoin"] = median([run.rejoin for run in runs["growth"]])
+    for name in {"growth", "pair_growth"} & runs.keys():
+        out[name.replace("growth", "rejoin")] = median([run.rejoin for run in runs[name]])
     out["beyond_a_step"] = {n: median([r.beyond_a_step for r in rs]) for n, rs in runs.items()}
     if system == "holdfast":
         every = [run for rs in runs.values() for run in rs]
