@@ -63,6 +63,9 @@ class Workload:
     """Packed documents: attention takes a mask."""
     no_sync: bool = False
     """Gradients are reduced after the last micro-batch only, which pipelines always do."""
+    standby: bool = False
+    """A second process waits on the GPU: it has a context, and no tensors before the first has
+    ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +211,7 @@ def rank_bytes(
         activations=int(fullest.activations),
         logits=int(fullest.logits),
         gathered=int(always + fullest.gathered),
-        context=int(CONTEXT_BYTES + axes * stack.communicator),
+        context=int((1 + work.standby) * (CONTEXT_BYTES + axes * stack.communicator)),
         fragmentation=int(stack.fragmentation * passing),
     )
 

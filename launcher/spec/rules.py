@@ -51,6 +51,8 @@ class JobFacts:
     """Layers are, which none is with ep (HF130)."""
     no_sync: bool | None = None
     """As the job file says; None: where memory allows."""
+    standby: bool = False
+    """A second process waits for the next epoch on each GPU."""
     memory_gib: float | None = None
     """Of a GPU. None: nothing is said of what fits, for the GPU is not known, or the model is the
     job's own and may keep anything."""
@@ -98,6 +100,7 @@ class JobFacts:
             interleave=self.interleave,
             masked=self.packed,
             no_sync=no_sync,
+            standby=self.standby,
         )
 
     def fits(self, layout: ParallelLayout, share: float = 1.0) -> bool:
@@ -451,13 +454,15 @@ def memory_finding(facts: JobFacts, layout: ParallelLayout) -> BrokenRule | None
         "layout",
         f"{layout.label} needs {found.total / GIB:.1f} GiB on its fullest GPU, which has "
         f"{facts.memory_gib:.1f}: {listed}",
-        *("model", "cluster", "train", "data.format"),
+        *("model", "cluster", "train", "data.format", "elastic.standby"),
         offers=islice(_that_fit(facts, layout), MOST_OFFERS),
     )
 
 
 def _that_fit(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
     """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    if facts.standby and replace(facts, standby=False).fits(layout):
+        yield {"elastic.standby": False}
     if facts.no_sync and replace(facts, no_sync=False).fits(layout):
         yield {"train.no_sync": False}
     fewer = (

@@ -238,6 +238,7 @@ class JobSpec(values.SpecSection):
             packed=self.data.packed,
             compiled=self.train.compile,
             no_sync=self.train.no_sync,
+            standby=self.elastic.standby,
             memory_gib=device_memory_gib(self.cluster.gpu) if self.layers_known else None,
         )
 

@@ -13,9 +13,18 @@ from launcher.plan.planning import plan
 from launcher.plan.search import ROOM
 from launcher.plan.summary import summary_lines
 from launcher.spec.errors import UserError
-from launcher.spec.gpu_memory import GIB, HOLDFAST, StackTraits, Workload, fullest_rank, rank_bytes
+from launcher.spec.gpu_memory import (
+    CONTEXT_BYTES,
+    GIB,
+    HOLDFAST,
+    StackTraits,
+    Workload,
+    fullest_rank,
+    rank_bytes,
+)
 from launcher.spec.hardware import GPUS, device_memory_gib
 from launcher.spec.reading import parse_spec
+from launcher.spec.rules import memory_finding
 
 LLAMA = PRESETS["llama3-8b"]
 
@@ -413,3 +422,20 @@ def test_every_rung_fits_and_says_what_it_needs(model, recompute, tp, pp, nodes)
         assert 0 < rung.memory_gib <= spec.facts.memory_gib + 0.1
         assert spec.facts.fits(rung.layout)
     assert Ladder.from_ranges(ladder.to_ranges()) == ladder
+
+
+def test_a_standby_has_a_context_on_the_gpu_and_is_offered_away(make_spec):
+    alone, two = (
+        fullest_rank(work(standby=standby), ParallelLayout(dp=64), 2) for standby in (False, True)
+    )
+    assert two.total - alone.total == two.context - alone.context == CONTEXT_BYTES
+    spec = make_spec("train.no_sync=false")
+    need = spec.facts.rank_bytes(spec.full_layout).total / GIB
+    tight = dataclasses.replace(spec.facts, standby=True, memory_gib=need + 0.5)
+    broken = memory_finding(tight, spec.full_layout)
+    assert broken is not None
+    assert broken.code == "HF131"
+    assert {"elastic.standby": False} in list(broken.offers)
+    without = dataclasses.replace(tight, standby=False)
+    assert memory_finding(without, spec.full_layout) is None
+    assert make_spec("elastic.standby=true").facts.standby
