@@ -747,3 +747,32 @@ def test_workers_and_zygote_die_with_the_agent(tmp_path: Path, *, stopped: bool)
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
     until(lambda: all(gone(pid) for pid in pids), "somebody outlived the agent")
+
+
+def test_children_are_found_by_the_kernels_list_and_among_all_processes() -> None:
+    """A dead one that nobody has reaped and an orphan, too; with a second thread by a look at all.
+
+    In a process without others' threads.
+    """
+    code = (
+        "import os, signal, threading\n"
+        "from elastic_trainer.worker.process import adopt_orphans, children\n"
+        "adopt_orphans()\n"
+        "assert children() == set()\n"
+        "reading, writing = os.pipe()\n"
+        "if not (parent := os.fork()):\n"
+        "    if not os.fork():\n"
+        "        os.write(writing, b'%d' % os.getpid())\n"
+        "        signal.pause()\n"
+        "    os._exit(0)\n"
+        "orphan = int(os.read(reading, 20))\n"
+        "os.waitid(os.P_PID, parent, os.WEXITED | os.WNOWAIT)\n"
+        "alone = children()\n"
+        "until = threading.Event()\n"
+        "thread = threading.Thread(target=until.wait)\n"
+        "thread.start()\n"
+        "assert alone == children() == {parent, orphan}, (alone, children(), parent, orphan)\n"
+        "until.set()\n"
+        "os.kill(orphan, 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=base_env(), check=True, timeout=DEADLINE_S)
