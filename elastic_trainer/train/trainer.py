@@ -142,6 +142,7 @@ class Trainer:
         self._end_phase("model")
         self._restore()
         self._end_phase("restore")
+        gc.enable()
         self._open_data()
         injected.listen(self, os.environ)
         try:
@@ -297,7 +298,6 @@ class Trainer:
         steps = self.config.train.steps
         loss: float | None = None
         self._first = self.step + 1
-        gc.enable()
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
         self._reported_mono = time.monotonic()
         self._compare_replicas(before_save=True)
@@ -517,7 +517,7 @@ def run_worker(built: Callable[[Engine], None], hold: Callable[[], None] | None 
     `built` is called with the engine before it is used. With `hold` the worker is prepared for an
     epoch that may come: see `Trainer.prepare`.
     """
-    gc.disable()  # until it trains: what is made stays, and a recovery waits for each look at it
+    gc.disable()  # while it is set up: what is made stays, and a recovery waits for each look at it
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     answer_when_asked(who.heartbeat)
