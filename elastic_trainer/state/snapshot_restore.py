@@ -42,6 +42,7 @@ from elastic_trainer.state.snapshots.choice import (
     gone,
     marks,
     newest_first,
+    overlap,
     packed,
     questions_for_owners,
     read_answer,
@@ -238,10 +239,9 @@ class Piece:
 
 def piece_of(box: Box, local: Tensor, part: Part) -> Piece | None:
     """Return what the tensor of `box` needs of `part`, which is contiguous; None: nothing."""
-    begin = tuple(map(max, box.offsets, part.offsets))
-    ends = (min(a + n, b + m) for a, n, b, m in _sides(box, part))
-    lengths = tuple(end - first for end, first in zip(ends, begin, strict=True))
-    if any(length <= 0 for length in lengths):
+    both = overlap(part, box.offsets, box.sizes)
+    begin, lengths = tuple(at for at, _ in both), tuple(length for _, length in both)
+    if 0 in lengths:
         return None
     dtype = getattr(torch, part.dtype)
     strides = tuple(math.prod(part.sizes[dim + 1 :]) for dim in range(len(part.sizes)))
@@ -256,10 +256,6 @@ def piece_of(box: Box, local: Tensor, part: Part) -> Piece | None:
         ]
     size = dtype.itemsize
     return Piece(target, dtype, part.at + first * size, count * size, strides)
-
-
-def _sides(box: Box, part: Part) -> Iterator[tuple[int, int, int, int]]:
-    return zip(box.offsets, box.sizes, part.offsets, part.sizes, strict=True)
 
 
 class Restored(NamedTuple):

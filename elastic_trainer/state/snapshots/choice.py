@@ -283,12 +283,17 @@ class _Tensor:
         return [held.pick(node, spread) for held in near if common(held.part, offsets, sizes) > 0]
 
 
+def overlap(part: Part, offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where what `part` and a box have in common begins, and its length, by dim."""
+    return [
+        (max(a, b), max(0, min(a + n, b + m) - max(a, b)))
+        for a, n, b, m in zip(part.offsets, part.sizes, offsets, sizes, strict=True)
+    ]
+
+
 def common(part: Part, offsets: Sequence[int], sizes: Sequence[int]) -> int:
     """Return how many elements `part` and a box have in common."""
-    return math.prod(
-        max(0, min(a + n, b + m) - max(a, b))
-        for a, n, b, m in zip(part.offsets, part.sizes, offsets, sizes, strict=True)
-    )
+    return math.prod(length for _, length in overlap(part, offsets, sizes))
 
 
 def covers(box: Box, parts: Iterable[Part]) -> bool:

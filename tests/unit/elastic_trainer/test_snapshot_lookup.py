@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.state.snapshot_restore import piece_of
 from elastic_trainer.state.snapshots.choice import (
     Box,
     Holding,
@@ -225,3 +227,31 @@ def test_what_an_owner_keeps_at_16384_ranks() -> None:
     answer = owned.answer(asked)
     assert covers(box, [p for _, p in read_answer(answer)])
     assert len(answer) < 1000
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of a box in `shape`."""
+    begins = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    sizes = (draw(st.integers(1, n - at)) for at, n in zip(begins, shape, strict=True))
+    return begins, tuple(sizes)
+
+
+@given(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.data())
+def test_a_piece_fills_what_box_and_part_have_in_common_and_nothing_else(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    (to, to_sizes), (at, sizes) = data.draw(boxes(shape)), data.draw(boxes(shape))
+    cut = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
+    raw = bytearray(b"before" * 4) + bytearray(whole[cut].contiguous().numpy().tobytes())
+    part = Part("w", "float32", shape, at, sizes, 24, len(raw) - 24)
+    local = torch.full(to_sizes, -1.0)
+    piece = piece_of(Box("w", to, to_sizes), local, part)
+    expected = torch.full(shape, -1.0)
+    expected[cut] = whole[cut]
+    expected = expected[tuple(slice(a, a + n) for a, n in zip(to, to_sizes, strict=True))]
+    assert (piece is None) == bool((expected == -1.0).all())
+    if piece is not None:
+        piece.target.copy_(piece.read(memoryview(raw)[piece.at : piece.at + piece.num_bytes]))
+    assert local.equal(expected)
