@@ -8,6 +8,7 @@ outlives its round, and a GPU belongs to a child only.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import platform
@@ -150,13 +151,13 @@ class Probe:
         counts may be a difference.
         """
         budget_s = _BUDGET_S[self.asked.quick]
-        counts, longest = [], 0.0
+        counts, shortest = [], math.inf
         for run in runs:
             self._batch(run, 1)
             once = self._slowest(self._batch(run, 1))
             counts.append(max(1, round(budget_s / _BATCHES / max(once, 1e-7))))
-            longest = max(longest, once)
-        batches = _BATCHES if longest < budget_s else _LONG_BATCHES
+            shortest = min(shortest, once)
+        batches = _BATCHES if shortest < budget_s else _LONG_BATCHES
         took = [
             [self._batch(run, count) for run, count in zip(runs, counts, strict=True)]
             for _ in range(batches)
