@@ -72,6 +72,8 @@ class Cluster:
         self.by_id: dict[str, Node] = {}
         self.published: dict[int, EpochFormed] = {}
         self.published_at: dict[int, float] = {}
+        self.ending_s = 0.05
+        """Between an agent's last word and the end of its process."""
         self.taken = 0
         """Nodes that began an epoch with workers that were prepared for it."""
         self.network = SimNetwork(self)
@@ -425,7 +427,7 @@ class Cluster:
                 node.stopped, node.working = notice, None
                 node.prepared, node.waits = None, 0
                 # The process ends a little later: what it was to send goes out first.
-                self.at(self.now + 0.05, lambda: self._end(node, notice))
+                self.at(self.now + self.ending_s, lambda: self._end(node, notice))
 
     def _prepare(self, node: Node, formed: EpochFormed) -> None:
         """Have a node's workers of a preparation wait, once those of all its members meet."""

@@ -141,6 +141,16 @@ def test_a_node_that_leaves_does_not_wait_for_others_that_cannot_be_prepared():
     assert max(cluster.published) == 2
 
 
+def test_a_coordinator_that_leaves_with_others_is_followed_before_their_processes_end():
+    cluster = started(4, prepares=True)
+    cluster.ending_s = 5.0
+    for node in (coordinator(cluster), others(cluster)[0]):
+        cluster.report(node, LeaveAsked(reason="drained"))
+    until(cluster, "member.left")
+    cluster.run_until(lambda: 2 in cluster.published, within=1.0)
+    assert len(cluster.published[2].members) == 2
+
+
 def test_a_node_that_leaves_while_it_is_prepared_for_is_prepared_without():
     cluster = preparing(3, 4)
     cluster.add("node3")
