@@ -6,19 +6,20 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
     python benchmarks/recovery.py [--repeats N] [--only holdfast,torchft_1s,...]
                                   [--cases node,growth] [--out FILE]
 
-Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
-the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
-without a step. Holdfast alone: `drain`, `drain_two` and `drain_coordinator`, one node, two
-neighbours or the node that coordinates are asked to leave, and `swap`, a slow node gives its place
-to a spare: their seconds are those between the last step before and the first after; `tp`, two
-workers a node, dp4-tp2 -> dp3-tp2; `compile`, torch.compile on; `standby`, `standby_worker`,
-`standby_coordinator`, `standby_tp` and `standby_compile`, as `node` and the others with
-`elastic.standby` (`standby_compile` later, once they have warmed up); `trainer`, a worker of
-Hugging Face's Trainer with its modules preloaded, and `trainer_imports`, without.
+Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts the
+store), one worker a node; `growth`, a killed node returns: its seconds are the longest time without
+a step, of ours that at the change (`longest gap` has what preparing it slows). Holdfast alone:
+`drain`, `drain_two` and `drain_coordinator`, one node, two neighbours or the node that coordinates
+are asked to leave, and `swap`, a slow node gives its place to a spare: their seconds are those
+between the last step before and the first after; `tp`, two workers a node, dp4-tp2 -> dp3-tp2;
+`compile`, torch.compile on; `standby`, `standby_worker`, `standby_coordinator`, `standby_tp` and
+`standby_compile`, as `node` and the others with `elastic.standby` (`standby_compile` later, once
+they have warmed up); `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
+`trainer_imports`, without.
 
-`pair`, `pair_worker`, `pair_coordinator`, `pair_growth` and `pair_drain`: the same with standbys
-where two ranks are left, a core each of this machine's two; above, four ranks share them, and what
-each computes for itself takes up to twice as long.
+`pair`, `pair_worker` and `pair_coordinator` (with standbys), `pair_growth` and `pair_drain`: the
+same where two ranks are left, a core each of this machine's two; above, four ranks share them, and
+what each computes for itself takes up to twice as long.
 
 Columns: `plain step`, the median time between two steps before the kill, of a pair after it, in the
 layout that comes; `longest gap`, between two steps of the job, from the kill (growth: the return)

@@ -460,7 +460,10 @@ def memory_finding(facts: JobFacts, layout: ParallelLayout) -> BrokenRule | None
 
 
 def _that_fit(facts: JobFacts, layout: ParallelLayout) -> Iterator[Offer]:
-    """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    """Yield what fits, what changes least first.
+
+    Standbys, copies, recompute, micro-batch, degrees, nodes.
+    """
     if facts.standby and replace(facts, standby=False).fits(layout):
         yield {"elastic.standby": False}
     if facts.no_sync and replace(facts, no_sync=False).fits(layout):
