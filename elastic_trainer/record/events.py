@@ -110,7 +110,10 @@ EVENTS: Final[dict[str, str]] = {
     "replica.checked": "Replicas of the same shards were compared and are equal. seconds",
     "replica.mismatch": "Replicas differ. ranks, group, tensor, named, back_to",
     "checkpoint.started": "Staging began",
-    "checkpoint.committed": "A checkpoint is on the board. dir, manifest_sha256, stage_s, save_s",
+    "checkpoint.committed": (
+        "A checkpoint is on the board; save_s includes stage_s. "
+        "dir, manifest_sha256, stage_s, save_s"
+    ),
     "checkpoint.failed": "A save failed; training continues. reason",
     "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
     "checkpoint.restored": "State was loaded. dir, seconds",

@@ -390,7 +390,7 @@ class CheckpointManager:
         save = self._pending = _Save(step)
         save.thread = threading.Thread(
             target=self._run,
-            args=(save, staged, time.monotonic() - started),
+            args=(save, staged, started, time.monotonic() - started),
             name=f"checkpoint-{step}",
             daemon=True,
         )
@@ -426,9 +426,8 @@ class CheckpointManager:
         self._ranks.all_reduce(state, dist.ReduceOp.MAX)
         return int(state.item())
 
-    def _run(self, save: _Save, staged: NamedTensors, stage_s: float) -> None:
+    def _run(self, save: _Save, staged: NamedTensors, started: float, stage_s: float) -> None:
         """Write the save, in its thread; whatever goes wrong becomes an event."""
-        started = time.monotonic()
         if self._device.type == "cuda":
             # A thread begins on GPU 0, and DCP's writer would make a context there.
             torch.cuda.set_device(self._device)

@@ -159,7 +159,7 @@ def test_save_and_restore_with_events_and_generator(tmp_path):
     assert [len(run.events(name)) for name in names] == [1, 1, 1, 1]
     committed = run.events("checkpoint.committed")[0].fields
     assert committed["dir"] == "step-000000001-e000000"
-    assert committed["save_s"] > committed["stage_s"] >= 0
+    assert committed["save_s"] >= committed["stage_s"] >= 0
 
 
 def test_the_generator_of_an_accelerator_is_restored_where_it_was_kept(tmp_path, monkeypatch):
