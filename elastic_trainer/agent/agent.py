@@ -20,9 +20,10 @@ import select
 import signal
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -59,6 +60,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import (
+    Launch,
     PreparedLost,
     PreparedReady,
     StandbyReady,
@@ -158,9 +160,11 @@ class HoldfastAgent(ElasticAgent):
         self._formed: EpochFormed | None = None
         """The newest epoch, with this node in it or not."""
         self._planned: EpochFormed | None = None
-        """An epoch that may come, whose workers are prepared here."""
+        """An epoch that may come, or that comes, whose workers are prepared here."""
         self._waiting: set[int] = set()
         """Local ranks of those that wait for it."""
+        self._read_ahead: deque[Notice] = deque()
+        """Notices that came while workers were killed."""
         self._faults: Counter[str] = Counter()
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
@@ -233,7 +237,7 @@ class HoldfastAgent(ElasticAgent):
         select.select(watched, [], [], max(0.0, timeout_s))
         self._waker.drain()
         self._serve_signals()
-        while self._stopped is None and (notice := self._membership.notice(0.0)) is not None:
+        while self._stopped is None and (notice := self._next_notice()) is not None:
             self._serve_notice(notice)
         if self._stopped is None and not self._left:
             self._serve_workers()
@@ -268,6 +272,9 @@ class HoldfastAgent(ElasticAgent):
         if self._metrics is not None and formed.coordinator == self._config.me.node:
             everyone = (*formed.members, *formed.spares, *formed.left)
             self._metrics.list_agents(formed.epoch, everyone)
+
+    def _next_notice(self) -> Notice | None:
+        return self._read_ahead.popleft() if self._read_ahead else self._membership.notice(0.0)
 
     def _serve_notice(self, notice: Notice) -> None:
         epoch = self._epoch
@@ -318,9 +325,9 @@ class HoldfastAgent(ElasticAgent):
     def _form(self, formed: EpochFormed) -> None:
         if formed.epoch <= self._newest:
             return  # an older one, late: the epoch fences everything
-        first, self._newest, self._formed = self._formed is None, formed.epoch, formed
         begin = self._clock()
-        self._kill_workers()
+        self._kill_workers(formed)
+        first, self._newest, self._formed = self._formed is None, formed.epoch, formed
         prepared = self._takes_prepared(formed)
         self._list_agents(formed)
         self._reporter.formed(formed, first=first)
@@ -331,12 +338,7 @@ class HoldfastAgent(ElasticAgent):
         assign_ranks(self._group, formed, me)
         self._failures, self._succeeded = {}, []
         self._telemetry.formed(formed.epoch)
-        if make_again(config.scratch):
-            self._reporter.say(
-                f"{config.scratch} was removed, as logind (RemoveIPC) or a cleaner does; it is "
-                "made again, and what this node kept in memory comes from another node or storage"
-            )
-        launches = self._scripts.begin(formed, launches_of(self._group, formed, config))
+        launches = self._scripts.begin(formed, self._launches(self._group, formed))
         monitor = HangMonitor(config, self._workers, self._clock)
         self._epoch = Running(formed, monitor, begin)
         if formed.prepared and not prepared:  # the others' workers have met that which is gone
@@ -360,10 +362,33 @@ class HoldfastAgent(ElasticAgent):
             return
         if known is not None and known.prepared == formed.prepared:
             return  # told again over a new connection
-        group = WorkerGroup(self._group.spec)
-        assign_ranks(group, formed, me)
         self._planned, self._waiting = formed, set()
-        self._workers.prepare(formed.epoch, launches_of(group, formed, self._config))
+        self._workers.prepare(formed.epoch, self._launches_ahead(formed))
+
+    def _begin_ahead(self, formed: EpochFormed) -> None:
+        """Have standbys begin an epoch that is formed; they read its state once it is launched."""
+        if self._left or formed.epoch <= self._newest or formed.prepared:
+            return
+        if (
+            group_rank_of(formed, self._config.me) >= 0
+            and self._workers.standing == self._config.workers
+        ):
+            self._planned, self._waiting = formed, set()
+            self._workers.prepare(formed.epoch, self._launches_ahead(formed), urgent=True)
+
+    def _launches_ahead(self, formed: EpochFormed) -> list[Launch]:
+        group = WorkerGroup(self._group.spec)
+        assign_ranks(group, formed, self._config.me)
+        return self._launches(group, formed)
+
+    def _launches(self, group: WorkerGroup, formed: EpochFormed) -> list[Launch]:
+        scratch = self._config.scratch
+        if make_again(scratch):
+            self._reporter.say(
+                f"{scratch} was removed, as logind (RemoveIPC) or a cleaner does; it is "
+                "made again, and what this node kept in memory comes from another node or storage"
+            )
+        return launches_of(group, formed, self._config)
 
     def _drop_prepared(self) -> None:
         self._planned, self._waiting = None, set()
@@ -372,7 +397,8 @@ class HoldfastAgent(ElasticAgent):
     def _takes_prepared(self, formed: EpochFormed) -> bool:
         """Whether an epoch has the workers that wait here; those of another one are ended."""
         planned, self._planned = self._planned, None
-        if planned is not None and planned.prepared == formed.prepared:
+        numbers = formed.epoch, formed.prepared
+        if planned is not None and (planned.epoch, planned.prepared) == numbers:
             return True
         self._workers.drop_prepared()
         return False
@@ -516,15 +542,20 @@ class HoldfastAgent(ElasticAgent):
         if self._zygotes_lost > (ZYGOTES_LOST if self._has_run else 1):
             self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
-    def _kill_workers(self) -> None:
-        """End the epoch here: afterwards no process of it runs, or the node has said it leaves."""
+    def _kill_workers(self, following: EpochFormed | None = None) -> None:
+        """End the epoch here: afterwards no process of it runs, or the node has said it leaves.
+
+        Standbys begin the epoch that follows meanwhile, as soon as it is known.
+        """
         if self._epoch is None and not self._workers.alive and self._workers.cleared:
             return
         begin, had = self._clock(), self._workers.alive
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             self._telemetry.down()
-        exits, unreapable = self._workers.kill_all(self._config.device.kill_deadline_s)
+        exits, unreapable = self._workers.kill_all(
+            self._config.device.kill_deadline_s, partial(self._look_ahead, following)
+        )
         for item in exits:
             exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
             self._scripts.look_back({exited.local_rank: exited.beat}, ending=True)
@@ -539,6 +570,17 @@ class HoldfastAgent(ElasticAgent):
         if had:
             self._reporter.killed(self._clock() - begin)
         self._leave_if_unreapable(tuple(unreapable))
+
+    def _look_ahead(self, following: EpochFormed | None) -> bool:
+        """Begin the epoch that follows, if it is known; return whether to look no more."""
+        if self._stopped is not None:
+            return True
+        while following is None and (notice := self._membership.notice(0.0)) is not None:
+            self._read_ahead.append(notice)
+            following = notice if isinstance(notice, EpochFormed) else None
+        if following is not None:
+            self._begin_ahead(following)
+        return following is not None
 
     def _leave_if_unreapable(self, pids: tuple[int, ...]) -> None:
         """Leave where a killed process is stuck in the kernel, which no signal ends.

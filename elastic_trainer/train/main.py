@@ -31,7 +31,7 @@ USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 """A restart cannot help: exit 93."""
 
 
-def main(hold: Callable[[], None] | None = None) -> int:
+def main(hold: Callable[[], float] | None = None) -> int:
     """Train; return the process's exit code. `hold` as of `run_worker`."""
     try:
         return run_worker(built=standby.forget_others, hold=hold)

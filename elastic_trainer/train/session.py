@@ -66,6 +66,8 @@ class WorkerContext:
     """Address of the run's board; None: files in the run directory."""
     born_mono: float | None = None
     """When this worker was forked, by the same clock."""
+    urgent: bool = False
+    """It was prepared for an epoch that is formed: others wait for it."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> WorkerContext:
@@ -86,15 +88,15 @@ class WorkerContext:
             since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
             board=env.get(BOARD_VARIABLE),
             born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,
+            urgent="HOLDFAST_URGENT" in env,
         )
 
-    def begun_now(self, env: Mapping[str, str]) -> WorkerContext:
-        """Return this worker, which was prepared, at the beginning of its epoch.
+    def begun(self, at_mono: float, env: Mapping[str, str]) -> WorkerContext:
+        """Return this worker, which was prepared, as of an epoch that began at `at_mono`.
 
         Who keeps snapshots may have changed meanwhile.
         """
-        place = KeeperPlace.from_environment(env)
-        return dataclasses.replace(self, place=place, born_mono=time.monotonic())
+        return dataclasses.replace(self, place=KeeperPlace.from_environment(env), born_mono=at_mono)
 
 
 @dataclass(frozen=True, slots=True)

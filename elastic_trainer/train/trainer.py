@@ -112,32 +112,34 @@ class Trainer:
         policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=self.layout)
         self.session = Session(who, policy, self.device)
         self.step = 0
+        self._allocated = False
         self._state: TrainingState | None = None
 
-    def prepare(self, hold: Callable[[], None]) -> None:
-        """Do what needs no state, before the epoch; `hold` returns once it has begun.
+    def prepare(self, hold: Callable[[], float]) -> None:
+        """Do what needs no state, before the epoch; `hold` returns, once it has begun, when it did.
 
         On a GPU the model has no memory yet: the epoch that runs may need it. On a CPU a step and a
         restore are tried where they are short, and none of their numbers stay.
         """
+        self.heartbeat.beat(section=Section.CONNECTING)
         self._init_process_group()
         self._build_model()
-        if self._tries:
+        if self.device.type == "cpu" and (self.who.urgent or self._is_quick):
             self._allocate()
-            with torch.random.fork_rng(devices=[]):
-                self._try()
-        hold()
-        self.who = self.who.begun_now(os.environ)
+            if not self.who.urgent:  # else it was a standby, and others wait for it
+                with torch.random.fork_rng(devices=[]):
+                    self._try()
+        self.who = self.who.begun(hold(), os.environ)
         self.session.begin(self.who)
 
     def run(self) -> int:
         """Set up what `prepare` has not, train, and return the exit code."""
-        self.heartbeat.beat(section=Section.CONNECTING)
         if not dist.is_initialized():
+            self.heartbeat.beat(section=Section.CONNECTING)
             self._init_process_group()
             self._end_phase("process_group")
             self._build_model()
-        if self._state is None:
+        if not self._allocated:
             self._allocate()
         self._end_phase("model")
         self._restore()
@@ -185,16 +187,16 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.overlaps = named.issuperset(self.model.state_dict())  # a forward may write to buffers
+        self._allocated = True
 
     @property
-    def _tries(self) -> bool:
+    def _is_quick(self) -> bool:
         """Whether a trial has memory and time: compiling, or reading a base, takes long."""
         config, train, layout = self.config, self.config.train, self.layout
         tokens = self.rung.micro_batches * train.micro_batch * train.seq_len
         flops = tokens * config.model.flops_per_token(train.seq_len)
         is_short = flops / (layout.tp * layout.pp * layout.cp) < SHORT_FLOPS
-        quick = is_short and config.base is None and not train.compile
-        return self.device.type == "cpu" and quick
+        return is_short and config.base is None and not train.compile
 
     def _try(self) -> None:
         self._state = self._state_to_restore()
@@ -511,7 +513,7 @@ def load_config(run_dir: Path) -> TrainConfig:
     return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
 
 
-def run_worker(built: Callable[[Engine], None], hold: Callable[[], None] | None = None) -> int:
+def run_worker(built: Callable[[Engine], None], hold: Callable[[], float] | None = None) -> int:
     """Train as the environment says and return the exit code.
 
     `built` is called with the engine before it is used. With `hold` the worker is prepared for an

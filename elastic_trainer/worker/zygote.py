@@ -13,14 +13,15 @@ if that has one, at a low priority, says so, and waits. The next request for its
 handed to it; where it is not ready it is killed, and a worker is forked as without it.
 
 What is *prepared* is a worker of an epoch that may come: it connects with its peers, builds its
-model and waits, in a standby or a new fork, until that epoch starts, or until it is dropped.
+model and waits, in a standby or a new fork, until that epoch starts, or until it is dropped. So is
+one of an epoch that is formed while the last one's workers end: its start may come before it waits.
 
 Messages are JSON objects, one a line. From the agent:
 
     {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
      "cwd", "fresh", "count_steps", "cpus"}
     {"op": "standby", "local_rank", "kind", "target", "env", "cwd", "cpus"}
-    {"op": "prepare", …}                as start
+    {"op": "prepare", …}                as start; HOLDFAST_URGENT in "env": its epoch is formed
     {"op": "drop"}                      SIGKILL to what is prepared
     {"op": "kill"}                      SIGKILL to every worker and what it started
 
@@ -100,8 +101,8 @@ _READ_BY_IMPORTS = (
 _LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Read later, or again."""
 
-_HELD, _GO = b"{}\n", b"\n"
-"""What a prepared worker says that waits, and the answer."""
+_HELD = b"{}\n"
+"""What a prepared worker says that waits."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -125,6 +126,8 @@ class _Standby:
     ready: bool = False
     epoch: int | None = None
     """That it is prepared for, and then `ready` says whether it waits for it."""
+    how: str = "prepared"
+    """Of what is prepared, what its start is reported as."""
 
 
 class Zygote:
@@ -247,10 +250,10 @@ class Zygote:
     def _start_prepared(self, epoch: int, local_rank: int) -> None:
         """Have the worker that waits for an epoch run; where it is gone, say how it ended."""
         prepared = self._prepared.pop(local_rank, None)
-        if prepared is not None and prepared.ready and prepared.epoch == epoch:
+        if prepared is not None and prepared.epoch == epoch:
             with contextlib.suppress(OSError), prepared.sock:  # it has died: it will be reaped
-                prepared.sock.sendall(_GO)
-            self._now_works(prepared.pid, epoch, local_rank, how="prepared", why=None)
+                prepared.sock.sendall(f"{time.monotonic()!r}\n".encode())
+            self._now_works(prepared.pid, epoch, local_rank, how=prepared.how, why=None)
             return
         if prepared is not None:
             self._drop(prepared)
@@ -287,7 +290,7 @@ class Zygote:
         prepared.
         """
         code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
-        hold: Callable[[], None] | None = None
+        hold: Callable[[], float] | None = None
         try:
             die_with_parent(parent)
             os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
@@ -345,6 +348,7 @@ class Zygote:
         self._unprepared.pop(local_rank, None)
         if (standby := self._standbys.pop(local_rank, None)) is not None:
             standby.ready, standby.epoch = False, request["epoch"]
+            standby.how = "standby" if "HOLDFAST_URGENT" in request["env"] else "prepared"
             self._prepared[local_rank] = standby
             with contextlib.suppress(OSError):  # it has died: it will be reaped
                 standby.sock.sendall(json.dumps(request).encode() + b"\n")
@@ -455,7 +459,7 @@ def _kill_with_group(pid: int) -> None:
 
 def _linked(
     request: dict[str, Any], link: socket.socket
-) -> tuple[dict[str, Any], str, Callable[[], None] | None]:
+) -> tuple[dict[str, Any], str, Callable[[], float] | None]:
     """Return the work of a process that has a link, how it came to it, and where it waits."""
     how = "prepared"
     if request["op"] == "standby":
@@ -485,21 +489,22 @@ def _wait_warm(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
     return dict(json.loads(_next_line(link)))
 
 
-def _wait_prepared(link: socket.socket) -> None:
-    """Say that this worker is prepared, and wait for its epoch."""
-    link.sendall(_HELD)
-    _next_line(link)
-    link.close()
+def _wait_prepared(link: socket.socket) -> float:
+    """Say that this worker is prepared, wait for its epoch, return when that began (monotonic)."""
+    with link:
+        with contextlib.suppress(BrokenPipeError):  # it has begun already
+            link.sendall(_HELD)
+        return float(_next_line(link))
 
 
 def _next_line(link: socket.socket) -> bytes:
-    """Return the zygote's next line; ends this process where it has no use for it."""
+    """Return the zygote's next line, and read no more; ends this process where it has no use."""
     line = b""
     while not line.endswith(b"\n"):
-        more = link.recv(1 << 16)
-        if not more:
+        seen = link.recv(1 << 16, socket.MSG_PEEK)
+        if not seen:
             os._exit(0)
-        line += more
+        line += link.recv(seen.find(b"\n") + 1 or len(seen))
     return line
 
 
@@ -569,7 +574,7 @@ def _exec(request: dict[str, Any]) -> NoReturn:
     os.execvpe(argv[0], argv, os.environ)  # noqa: S606  an argument list of the job's own
 
 
-def _run(request: dict[str, Any], *, called: str, hold: Callable[[], None] | None = None) -> int:
+def _run(request: dict[str, Any], *, called: str, hold: Callable[[], float] | None = None) -> int:
     """Do the work; a `main` that is prepared calls `hold` where it can do no more ahead."""
     target = request["target"]
     sys.path[:] = frozen_path(sys.path, os.environ)

@@ -114,6 +114,16 @@ CASES = (
         min_nodes=3,
     ),
     Case(
+        "standbys",  # which begin the next epoch, and meet others that are gone
+        (
+            *("kill-worker:0@60", "kill-node:1@60/rendezvous"),
+            *("kill-worker:0@120", "kill-coordinator@120/restore"),
+        ),
+        ("elastic.standby=true",),
+        min_nodes=3,
+        steps=GROWTH_STEPS,
+    ),
+    Case(
         "two-nodes-at-once",
         ("kill-node:1@6", "kill-node:2@6"),  # one of them may coordinate
         min_nodes=3,

@@ -182,8 +182,8 @@ class Run:
         """Ranks of a group that all connect: with two, eight workers are what thousands are."""
         self.number_faults = ""
         """What happens to the workers' numbers, as `nan@5`: see number_faults.py."""
-        self.prepared = False
-        """Whether workers are made ready as for an epoch that is known beforehand."""
+        self.prepared = ""
+        """Who is made ready before its epoch begins: `all`, or the last rank, which is `urgent`."""
         for name in ("events", "ledger", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
         if config.data.path == str(path / "text.txt"):
@@ -258,8 +258,13 @@ class Run:
             "HOLDFAST_ADDRESS": "127.0.0.1",
             number_faults.VARIABLE: self.number_faults,
             MAX_GROUP: str(self.max_group),
-            PREPARED: "1" if self.prepared else "",
+            **self._preparation(last=rank == world_size - 1),
         }
+
+    def _preparation(self, *, last: bool) -> dict[str, str]:
+        if self.prepared == "urgent":
+            return {PREPARED: "1", "HOLDFAST_URGENT": "1"} if last else {}
+        return dict.fromkeys([PREPARED] if self.prepared else [], "1")
 
     def error_file(self, epoch: int, rank: int) -> Path:
         """Return where `rank` leaves its error."""
@@ -335,7 +340,7 @@ def _work(env: dict[str, str], log: Path) -> None:
         if env.get(number_faults.VARIABLE):
             code = number_faults.main()
         else:
-            code = train.main(hold=(lambda: None) if env[PREPARED] else None)
+            code = train.main(hold=time.monotonic if PREPARED in env else None)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -72,7 +72,9 @@ def until(what, condition):
 
 
 def lines(said: str) -> list[str]:
-    return re.findall(r"^holdfast agent: (.*)$", said, re.MULTILINE)
+    """Return what the agents said but that they wait, as they do where a start takes over 5 s."""
+    found = re.findall(r"^holdfast agent: (.*)$", said, re.MULTILINE)
+    return [line for line in found if not re.search(r"\bwait(s|ing) for\b", line)]
 
 
 def test_a_job_that_is_done_is_not_run_again_without_a_word(terminal):
@@ -245,10 +247,8 @@ def test_a_second_agent_of_the_same_name_is_told_so(terminal):
     assert "--node" in said
     code, said = terminal.end(first)
     assert code == 92
-    waited, ended = lines(said)[0], lines(said)[-1]
-    assert "1 of 2" in waited
-    assert "join_timeout_s" in waited
-    assert "92" in ended
+    assert re.search("1 of 2.*join_timeout_s", said)
+    assert "92" in lines(said)[-1]
 
 
 GOES_ON = """

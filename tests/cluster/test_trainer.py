@@ -222,10 +222,13 @@ def test_a_token_beyond_the_vocabulary_is_not_tried_again(tmp_path):
 @pytest.mark.scenario
 @pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=str)
 def test_workers_that_were_prepared_train_as_others_do(tmp_path, layout):
-    """A step was tried before the first one: no weight, moment or number of it may stay."""
+    """A step was tried before the first one: no weight, moment or number of it may stay.
+
+    One that is urgent tries none: it does what others do that are not prepared, in their order.
+    """
     runs = []
-    for prepared in (False, True):
-        path = tmp_path / ("prepared" if prepared else "plain")
+    for prepared in ("", "all", "urgent"):
+        path = tmp_path / f"prepared {prepared}"
         path.mkdir()
         config = make_config(path, layout, steps=6, checkpoint={"every_steps": 3})
         run = Run(path, config)
@@ -233,9 +236,10 @@ def test_workers_that_were_prepared_train_as_others_do(tmp_path, layout):
         stop_after(run, 1, 2, 3)  # from initial values
         run.train(2, 2)  # from storage
         runs.append(run)
-    plain, prepared = runs
-    for key in ("loss", "grad_norm"):
-        assert plain.curve(key) == prepared.curve(key)
-    theirs = prepared.tensors()
-    for name, tensor in plain.tensors().items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True)
+    plain, *others = runs
+    for prepared in others:
+        for key in ("loss", "grad_norm"):
+            assert plain.curve(key) == prepared.curve(key)
+        theirs = prepared.tensors()
+        for name, tensor in plain.tensors().items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True)

@@ -82,7 +82,7 @@ def test_a_prepared_worker_trains_as_others_do(tmp_path):
     plain = trained(tmp_path / "plain", steps=3)
     (tmp_path / "prepared").mkdir()
     prepared = Run(tmp_path / "prepared", config(tmp_path / "prepared", steps=3))
-    prepared.prepared = True
+    prepared.prepared = "all"
     prepared.train(1, 1)
     assert prepared.curve() == plain.curve()
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from elastic_trainer.storage.files import read_json
 from elastic_trainer.worker.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.worker.worker_answers import forget_answers
 
+LOOK_S = 0.002
+"""How often `kill_all` calls `meanwhile`."""
 LOG_TAIL_BYTES = 65536
 """More than the stacks of all threads at an end by a signal, which come after the reason."""
 ORPHANS_S = 2.0
@@ -96,6 +98,8 @@ class Workers:
         self._epoch = _Started()
         self._prepared = _Started()
         """Workers of an epoch that may come."""
+        self._standing: set[int] = set()
+        """Local ranks that have a standby which is ready."""
         self._unsent: list[dict[str, Any]] = []
         self._found: list[Happening] = []
 
@@ -120,17 +124,31 @@ class Workers:
         else:
             self.drop_prepared()
             self._epoch = self._started_of(epoch, launches)
+        self._standing.clear()
         for launch in launches:
             self._ask_for("start", epoch, launch, prepared=prepared)
         self._flush()
 
-    def prepare(self, epoch: int, launches: list[Launch]) -> None:
-        """Have the workers of an epoch that may come made ready; `poll` says which wait for it."""
+    def prepare(self, epoch: int, launches: list[Launch], *, urgent: bool = False) -> None:
+        """Have the workers of an epoch that may come made ready; `poll` says which wait for it.
+
+        `urgent`: it is formed, and may be launched before they wait.
+        """
+        if urgent:
+            launches = [
+                replace(each, env={**each.env, "HOLDFAST_URGENT": "1"}) for each in launches
+            ]
         self.drop_prepared()
         self._prepared = self._started_of(epoch, launches)
+        self._standing.clear()
         for launch in launches:
             self._ask_for("prepare", epoch, launch)
         self._flush()
+
+    @property
+    def standing(self) -> int:
+        """How many standbys can begin an epoch's work before it is launched."""
+        return len(self._standing) if self.task.kind == "main" else 0
 
     def drop_prepared(self) -> None:
         """End what is prepared, if anything is."""
@@ -231,8 +249,12 @@ class Workers:
         for worker in self._epoch.workers.values():
             worker.heartbeat.ask(request)
 
-    def kill_all(self, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
+    def kill_all(
+        self, deadline_s: float, meanwhile: Callable[[], bool] = lambda: True
+    ) -> tuple[list[WorkerExited], list[int]]:
         """SIGKILL every worker and all they started; wait until all are gone, at most `deadline_s`.
+
+        `meanwhile` is called until it returns True.
 
         Returns:
             The workers that ended, and the ids of processes that could not be made to.
@@ -244,8 +266,10 @@ class Workers:
                 self._forget(self._epoch, local_rank)
         if self._epoch.workers:
             self._signal_all()
+        done = False
         while not self._gone and (left := deadline - self._clock()) > 0:
-            self._read(left)
+            done = done or meanwhile()
+            self._read(left if done else LOOK_S)
         if not self._gone:
             self._replace_zygote("did not reap its workers")
         exits = [item for item in self._found if isinstance(item, WorkerExited)]
@@ -288,6 +312,7 @@ class Workers:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
         for local_rank in list(self._prepared.workers):
             self._prepared_lost(local_rank, -int(signal.SIGKILL))
+        self._standing.clear()
         self._zygote, self.ready, self.cleared = self._start_zygote(), False, True
 
     def _flush(self) -> None:
@@ -313,11 +338,12 @@ class Workers:
                 self.ready = True
                 self._flush()
             elif event == "standby":
+                self._standing.add(message["local_rank"])
                 self._found.append(StandbyReady(**message))
             elif message["epoch"] == self._prepared.number:
                 self._of_prepared(event, message)
-            elif message["epoch"] != self._epoch.number:
-                pass  # of an epoch that was given up
+            elif message["epoch"] != self._epoch.number or event in {"prepared", "unprepared"}:
+                pass  # of an epoch that was given up, or of one that has begun
             elif event == "cleared":
                 self.cleared = True
             elif (worker := self._epoch.workers.get(message["local_rank"])) is not None:

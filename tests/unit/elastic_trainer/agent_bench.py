@@ -22,6 +22,7 @@ from elastic_trainer.agent.membership.notices import (
     Member,
     Notice,
     Report,
+    WorkersFailed,
     WorkersReady,
     WorkersRunning,
     WorkersStepped,
@@ -69,6 +70,7 @@ class ScriptedMembership:
         self.stepped: list[int] = []
         """Epochs of which a first step was reported."""
         self.closed = False
+        self._answer: Notice | None = None
 
     def get_backend(self) -> str:
         return "scripted"
@@ -91,15 +93,22 @@ class ScriptedMembership:
             self.stepped.append(report.epoch)
         else:
             self._reports.put(report)
+            if isinstance(report, WorkersFailed) and self._answer is not None:
+                self.say(self._answer)
 
     def close(self) -> None:
         self.closing.set()
         self._thread.join(t.DEADLINE_S)
         self.closed = True
 
-    def say(self, notice: Notice) -> None:
-        self._notices.put(notice)
+    def say(self, *notices: Notice) -> None:
+        for notice in notices:
+            self._notices.put(notice)
         self._waker.wake()
+
+    def answer_failures(self, notice: Notice) -> None:
+        """Say `notice` the moment a failure is reported."""
+        self._answer = notice
 
     def expect(self, kind: type[R]) -> R:
         report = self._reports.get(timeout=t.DEADLINE_S)

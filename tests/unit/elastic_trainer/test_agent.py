@@ -39,12 +39,12 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
     WorkersSeen,
 )
-from elastic_trainer.agent.membership.tasks import Happening, Task, WorkerExited
+from elastic_trainer.agent.membership.tasks import Happening, Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.group import JobResult, forward_error_file, process_failure
 from elastic_trainer.agent.workers.hang_monitor import AGREE_S
 from elastic_trainer.agent.workers.workers import Workers, has_run
 from elastic_trainer.plan.gpus import Gpu
-from elastic_trainer.plan.ladder import Rung
+from elastic_trainer.plan.ladder import Ladder, Rung
 from elastic_trainer.record.failures import Action, Kind
 from elastic_trainer.record.flight_recorder import Front
 from elastic_trainer.worker.heartbeat import Beat, Request, Section
@@ -465,6 +465,52 @@ def test_a_process_is_stuck_when_a_thread_is_in_the_kernel(tmp_path: Path) -> No
     assert not is_stuck(8, proc=tmp_path)
 
 
+@pytest.mark.parametrize("lost", ["a node", "a worker"])
+def test_standbys_begin_the_next_epoch_while_workers_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    bench.env["CHILD_ACT"] = "train"
+    bench.config["standbys_for"] = Ladder.data_parallel(max_nodes=2, min_nodes=1, workers=2)
+    begun: list[tuple[int, bool, int]] = []
+    kill_all, real = Workers.kill_all, Workers.prepare
+
+    def kill(self: Workers, *args: Any) -> tuple[list[WorkerExited], list[int]]:
+        if not begun:
+            os.kill(self._zygote.pid, signal.SIGSTOP)  # it says later who has ended
+        return kill_all(self, *args)
+
+    def prepare(self: Workers, epoch: int, launches: list[Launch], *, urgent: bool = False) -> None:
+        os.kill(self._zygote.pid, signal.SIGCONT)
+        begun.append((epoch, urgent, self.alive))
+        real(self, epoch, launches, urgent=urgent)
+
+    monkeypatch.setattr(Workers, "kill_all", kill)
+    monkeypatch.setattr(Workers, "prepare", prepare)
+
+    def standing() -> bool:
+        return len(named(bench.events(), "standby.ready")) == 2
+
+    def script(m: ScriptedMembership) -> None:
+        m.begin(1, OTHER, ME)
+        t.until(standing, "no standby")
+        if lost == "a node":
+            m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)), formed(2, ME))
+        else:
+            (started,) = named(bench.events(), "workers.started")
+            m.answer_failures(formed(2, ME))
+            os.kill(started.fields["pids"][0], signal.SIGKILL)
+            m.expect(WorkersFailed)
+        running = m.expect(WorkersRunning)
+        assert (running.epoch, running.phases.keys()) == (2, {"fork", "kill_workers"})
+        m.no_more_reports()
+
+    _, _, events = bench.run(script)
+    ((epoch, urgent, alive),) = begun
+    assert (epoch, urgent) == (2, True)
+    assert alive == {"a node": 2, "a worker": 1}[lost], "those of epoch 1 are on their way out"
+    assert [e.fields["how"] for e in named(events, "workers.started")] == ["zygote", "standby"]
+
+
 def test_a_worker_that_ends_late_does_not_cost_the_node_its_place(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,8 +518,8 @@ def test_a_worker_that_ends_late_does_not_cost_the_node_its_place(
     bench.env["CHILD_ACT"] = "train"
     real = Workers.kill_all
 
-    def late(self: Workers, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
-        exits, unreapable = real(self, deadline_s)
+    def late(self: Workers, *args: Any) -> tuple[list[WorkerExited], list[int]]:
+        exits, unreapable = real(self, *args)
         return exits[1:], [*unreapable, os.getpid()]
 
     def script(m: ScriptedMembership) -> None:
@@ -497,8 +543,8 @@ def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
     real = Workers.kill_all
     left: list[str] = []
 
-    def stuck(self: Workers, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
-        exits, unreapable = real(self, deadline_s)
+    def stuck(self: Workers, *args: Any) -> tuple[list[WorkerExited], list[int]]:
+        exits, unreapable = real(self, *args)
         return exits[1:], [*unreapable, *(item.pid for item in exits[:1])]
 
     def script(m: ScriptedMembership) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,43 @@ def test_a_standby_is_taken_for_it_warm_or_not(
     assert standby is None or started.pid == standby.pid
     header = (tmp_path / "next" / "logs" / "0.log").read_text().splitlines()[-2]
     assert header.endswith("standby ---")
+
+
+def test_a_standby_begins_while_others_end_and_need_not_wait_before_its_start(
+    workers: Workers, tmp_path: Path
+) -> None:
+    begin(workers, tmp_path)
+    workers.stand_by(RUNG)
+    assert workers.standing == 0
+    (standby,) = ready(workers)
+    report = str(tmp_path / "report")
+    one = next_one(tmp_path, CHILD_REPORT=report, CHILD_BEFORE_HOLD=f"await {tmp_path / 'go on'}")
+    seen: list[int] = []
+
+    def meanwhile() -> bool:
+        seen.append(workers.alive)
+        if len(seen) == 1:
+            return False
+        os.kill(workers._zygote.pid, signal.SIGCONT)
+        assert workers.standing == 1
+        workers.prepare(2, [one], urgent=True)
+        return True
+
+    os.kill(workers._zygote.pid, signal.SIGSTOP)  # until then it does not say who has ended
+    workers.kill_all(20, meanwhile)
+    assert seen == [1, 1], "called until it has what it looks for, while others end"
+    assert workers.cleared
+    assert workers.standing == 0
+    said = time.monotonic()
+    workers.launch(2, [one], prepared=True)
+    (started,) = until_started(workers)
+    assert (started.how, started.pid) == ("standby", standby.pid)
+    let = time.monotonic()
+    (tmp_path / "go on").touch()
+    assert until_exited(workers)[0].code == 0
+    told = json.loads((tmp_path / "report.0").read_text())
+    assert told["env"]["HOLDFAST_URGENT"] == "1"
+    assert said < told["begun"] < let, "of its start, which came before it waited"
 
 
 def test_what_is_dropped_ends_and_the_epoch_forks(workers: Workers, tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ if name := os.environ.get("CHILD_IMPORTS"):
     importlib.import_module(name)
 
 
-def main(hold: Callable[[], None] | None = None) -> int:
+def main(hold: Callable[[], float] | None = None) -> int:
     begun = time.monotonic()
     if hold is not None:
         if "CHILD_BEFORE_HOLD" in os.environ:
             _act(*os.environ["CHILD_BEFORE_HOLD"].split(maxsplit=1))
-        hold()
+        begun = hold()
     report = os.environ.get("CHILD_REPORT")
     if report:
         signals = {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -85,6 +85,10 @@ def _act(verb: str, argument: str = "") -> int:
         sys.exit(int(argument))
     if verb == "return":
         return int(argument)
+    if verb == "await":
+        while not Path(argument).exists():
+            time.sleep(0.01)
+        return 0
     if verb == "late":
         time.sleep(0.3)
         return _act(*argument.split(maxsplit=1))
