@@ -367,12 +367,9 @@ class HoldfastAgent(ElasticAgent):
 
     def _begin_ahead(self, formed: EpochFormed) -> None:
         """Have standbys begin an epoch that is formed; they read its state once it is launched."""
-        if self._left or formed.epoch <= self._newest or formed.prepared:
+        if formed.epoch <= self._newest or formed.prepared:
             return
-        if (
-            group_rank_of(formed, self._config.me) >= 0
-            and self._workers.standing == self._config.workers
-        ):
+        if not self._left and group_rank_of(formed, self._config.me) >= 0:
             self._planned, self._waiting = formed, set()
             self._workers.prepare(formed.epoch, self._launches_ahead(formed), urgent=True)
 
@@ -573,8 +570,8 @@ class HoldfastAgent(ElasticAgent):
 
     def _look_ahead(self, following: EpochFormed | None) -> bool:
         """Begin the epoch that follows, if it is known; return whether to look no more."""
-        if self._stopped is not None:
-            return True
+        if self._stopped is not None or self._workers.standing < self._config.workers:
+            return True  # without a standby for each worker nobody could begin
         while following is None and (notice := self._membership.notice(0.0)) is not None:
             self._read_ahead.append(notice)
             following = notice if isinstance(notice, EpochFormed) else None
