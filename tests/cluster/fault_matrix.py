@@ -234,7 +234,8 @@ def run_case(
     """Run `layout` in `folder` to its end, or ask for the end after `stop_after_s`."""
     job, run_dir = write_job(folder, layout, steps), run_dir or folder / "run"
     args = [sys.executable, "-m", "launcher.cli.main", "run", str(job)]
-    args += ["--run-dir", str(run_dir), "--json"]
+    # Runs of one name that begin in one second have one id, by which what they leave is found.
+    args += ["--run-dir", str(run_dir), "--json", "--set", f"name=matrix-{os.getpid()}"]
     args += [word for fault in faults for word in ("--fault", fault)]
     args += [word for text in sets for word in ("--set", text.format(nodes=layout.nodes))]
     args += ["--chaos", chaos] if chaos else []

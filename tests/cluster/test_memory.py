@@ -121,7 +121,8 @@ def test_a_node_lost_with_its_copy_falls_back_to_storage_and_says_so(job, tmp_pa
 def test_a_worker_dies_and_memory_is_given_back(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=40", "--nodes", "2")
-    args += ["--fault", "kill-worker:1@8"]
+    # Runs of one name that begin in one second have one id: other tests' do not count here.
+    args += ["--fault", "kill-worker:1@8", "--set", "name=gives-back"]
     with launched(args) as process:
         wait_for(run_dir, "snapshot.restored", lambda _: True, process)
         wait_for(run_dir, "step.committed", lambda e: e["epoch"] == 2, process)
