@@ -5,16 +5,20 @@ cleared; every other one then works with a cleared node, so that a group that do
 fault. Fewer than six nodes follow a fixed plan: two bad ones can be in all groups of a round, and
 then no time of that round is that of healthy nodes.
 
+Rounds are measured one after the other, on machines that others use too: nodes that are slow are
+measured once more, beside cleared ones, before they are called so.
+
 One process on every node serves all rounds (elastic_trainer/worker/collective_check.py). Processes
 and driver meet in a folder that all nodes share, which only this user can write: files of JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -63,6 +67,10 @@ class Verdicts:
     slow: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
     """Nodes of groups that failed; which of them is at fault is not known."""
+
+    def clears(self, node: str) -> bool:
+        """Whether nothing is wrong with a node of these rounds."""
+        return node not in self.broken | self.slow | self.suspects
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,16 +142,34 @@ def compare(nodes: Sequence[str], folder: Path, say: Callable[[str], None]) -> V
         here = polled(
             started, lambda found: len(found) == len(nodes), for_s=START_S, every_s=_POLL_S
         )
-        bisection = Bisection(nodes=here)
-        while groups := bisection.next_round():
-            number, largest = bisection.rounds + 1, max(map(len, groups))
-            what = f"{counted(len(groups), 'group')} of up to {counted(largest, 'node')}"
-            say(f"collectives, round {number}: {what}")
-            bisection.tell(_round(groups, number, folder))
+        numbers = itertools.count(1)
+        found = _rounds(here, folder, numbers, say)
+        if found.slow:
+            names = ", ".join(sorted(found.slow))
+            say(f"collectives: {names} slow with every node; measuring once more")
+            again = _rounds(second_pass(here, found), folder, numbers, say)
+            found = replace(found, slow=frozenset(n for n in found.slow if not again.clears(n)))
     finally:
         (folder / "stop").touch()
-    found = bisection.verdicts()
     return replace(found, broken=found.broken | (frozenset(nodes) - frozenset(here)))
+
+
+def second_pass(nodes: Sequence[str], found: Verdicts) -> list[str]:
+    """Return the slow nodes after as many cleared ones: two at least, who are a group. Pure."""
+    cleared = [node for node in nodes if found.clears(node)]
+    return [*cleared[: max(2, len(found.slow))], *sorted(found.slow)]
+
+
+def _rounds(
+    nodes: Sequence[str], folder: Path, numbers: Iterator[int], say: Callable[[str], None]
+) -> Verdicts:
+    bisection = Bisection(nodes=nodes)
+    while groups := bisection.next_round():
+        number, largest = next(numbers), max(map(len, groups))
+        what = f"{counted(len(groups), 'group')} of up to {counted(largest, 'node')}"
+        say(f"collectives, round {number}: {what}")
+        bisection.tell(_round(groups, number, folder))
+    return bisection.verdicts()
 
 
 def _round(groups: Sequence[Group], number: int, folder: Path) -> dict[Group, float | None]:

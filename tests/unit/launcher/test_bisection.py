@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fleet.preflight.collectives import Bisection
+from launcher.fleet.preflight.collectives import Bisection, second_pass
 
 
 def rounds_over(size, faults):
     """Play the rounds with planted `faults` (index -> broken or slow); return them and verdicts."""
-    bisection = Bisection(nodes=[f"n{i}" for i in range(size)])
-    planted = {f"n{i}": kind for i, kind in faults.items()}
+    return play([f"n{i}" for i in range(size)], {f"n{i}": kind for i, kind in faults.items()})
+
+
+def play(nodes, planted):
+    bisection, size = Bisection(nodes=nodes), len(nodes)
     count = 0
     while groups := bisection.next_round():
         count += 1
@@ -64,6 +67,17 @@ def test_a_healthy_node_is_never_called_broken(size, data):
     found = rounds_over(size, faults)
     assert found.broken <= named(faults, "broken") <= found.broken | found.suspects
     assert not found.slow
+
+
+@pytest.mark.parametrize("size", range(3, 8))
+def test_whatever_is_slow_is_so_again_and_only_that(size):
+    nodes = [f"n{i}" for i in range(size)]
+    for kinds in itertools.product(["healthy", "slow", "broken"], repeat=size):
+        planted = dict(zip(nodes, kinds, strict=True))
+        if (found := play(nodes, planted)).slow:
+            again = second_pass(nodes, found)
+            assert play(again, planted).slow == found.slow, planted
+            assert all(play(again, {}).clears(node) for node in again)
 
 
 @pytest.mark.parametrize("size", [0, 1])
