@@ -148,7 +148,7 @@ def compare(nodes: Sequence[str], folder: Path, say: Callable[[str], None]) -> V
             names = ", ".join(sorted(found.slow))
             say(f"collectives: {names} slow with every node; measuring once more")
             again = _rounds(second_pass(here, found), folder, numbers, say)
-            found = replace(found, slow=frozenset(n for n in found.slow if not again.clears(n)))
+            found = confirmed(found, again)
     finally:
         (folder / "stop").touch()
     return replace(found, broken=found.broken | (frozenset(nodes) - frozenset(here)))
@@ -158,6 +158,20 @@ def second_pass(nodes: Sequence[str], found: Verdicts) -> list[str]:
     """Return the slow nodes after as many cleared ones: two at least, who are a group. Pure."""
     cleared = [node for node in nodes if found.clears(node)]
     return [*cleared[: max(2, len(found.slow))], *sorted(found.slow)]
+
+
+def confirmed(found: Verdicts, again: Verdicts) -> Verdicts:
+    """Return `found` with what a second pass has found `again`. Pure.
+
+    Only who is slow in both is slow; but where a node does not end a collective any more, there may
+    be nothing left to compare with, and nobody is cleared.
+    """
+    lost = again.broken | again.suspects
+    return Verdicts(
+        broken=found.broken | again.broken,
+        slow=frozenset(node for node in found.slow if lost or not again.clears(node)),
+        suspects=found.suspects | again.suspects,
+    )
 
 
 def _rounds(

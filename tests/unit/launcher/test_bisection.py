@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.fleet.preflight.collectives import Bisection, second_pass
+from launcher.fleet.preflight.collectives import Bisection, confirmed, second_pass
 
 
 def rounds_over(size, faults):
@@ -76,8 +76,20 @@ def test_whatever_is_slow_is_so_again_and_only_that(size):
         planted = dict(zip(nodes, kinds, strict=True))
         if (found := play(nodes, planted)).slow:
             again = second_pass(nodes, found)
-            assert play(again, planted).slow == found.slow, planted
-            assert all(play(again, {}).clears(node) for node in again)
+            assert confirmed(found, play(again, planted)) == found, planted
+            assert confirmed(found, play(again, {})).slow == frozenset()
+
+
+@pytest.mark.parametrize("size", range(3, 8))
+def test_a_node_that_breaks_in_the_second_pass_is_found_and_clears_nobody(size):
+    nodes = [f"n{i}" for i in range(size)]
+    for slow, broken in itertools.permutations(nodes, 2):
+        found = play(nodes, {slow: "slow"})
+        again = second_pass(nodes, found)
+        if broken in again:
+            died = confirmed(found, play(again, {slow: "slow", broken: "broken"}))
+            assert broken in died.broken | died.suspects
+            assert died.slow == {slow}
 
 
 @pytest.mark.parametrize("size", [0, 1])
