@@ -139,7 +139,7 @@ def until_hung_up(sock: socket.socket) -> None:
 
 def drip(port: int, begin: bytes, ended: threading.Event) -> None:
     """Be one byte further every 20 ms, until hung up on."""
-    with dial(port) as sock, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), dial(port) as sock:
         sock.sendall(begin)
         while not ended.wait(0.02):
             sock.sendall(b"x")
