@@ -31,6 +31,7 @@ from elastic_trainer.plan.config import TrainConfig
 from elastic_trainer.plan.models import FAMILIES, ModelShape, Transformers
 from elastic_trainer.record.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.state.adapter_state import AdapterState
+from elastic_trainer.state.errors import CheckpointError
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.save import CheckpointPolicy
 from elastic_trainer.state.state import TrainingState
@@ -77,6 +78,9 @@ data sheet says 1,671 TFLOP/s with sparsity.
 SHORT_FLOPS: Final = 2e10
 """Of a rank's step: about a second of one thread. Of longer ones a trial saves little, and it would
 take from the time in which a preparation must have ended."""
+LAST_SAVE_WAITS_S: Final = (2.0, 4.0, 8.0, 16.0, *(30.0,) * 19)
+"""Between saves of the last state while they fail: in all what its loss costs by default
+(`checkpoint.every_s`). No deadline: every rank has to try as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,10 @@ class StepResult:
 
 
 class SaveRefusedError(Exception):
-    """State could not be saved when leaving: the newest earlier checkpoint counts."""
+    """State could not be saved when leaving: the newest earlier one counts.
+
+    `failures.py` knows it by its name.
+    """
 
 
 class Trainer:
@@ -330,7 +337,7 @@ class Trainer:
                 self.heartbeat.save_served()
                 self._save(wait=False)
         if self.checkpoints.saved_step < self.step:
-            self._save(wait=True)
+            self._save_last()
         if asked := self._validate():
             return self._leave(growing=asked is Request.GROW)
         self.heartbeat.beat(section=Section.FINISHED)
@@ -415,8 +422,8 @@ class Trainer:
 
     def _save(self, *, wait: bool) -> bool:
         self.heartbeat.beat(section=Section.SAVING)
-        if wait and not self.feed.flush(self.config.elastic.start_ceiling_s):
-            raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
+        if wait:
+            self._flush()
         saved = self.checkpoints.save(self.step, wait=wait)
         self.heartbeat.beat(section=Section.STEP)
         if wait and not saved:
@@ -425,6 +432,37 @@ class Trainer:
                 "events; the newest earlier checkpoint counts"
             )
         return saved
+
+    def _flush(self) -> None:
+        if not self.feed.flush(self.config.elastic.start_ceiling_s):
+            raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
+
+    def _save_last(self) -> None:
+        """Save the state after the last step; again, for 10 minutes, while storage refuses it.
+
+        Raises:
+            CheckpointError: HF305, it still does.
+            SaveRefusedError: the job is to stop meanwhile, or the ledger cannot be written.
+        """
+        self._flush()
+        for wait_s in (*LAST_SAVE_WAITS_S, 0.0):
+            self.heartbeat.beat(section=Section.SAVING)
+            saved = self.checkpoints.save(self.step, wait=True)
+            stops = Request.STOP in self.heartbeat.asked()
+            votes = torch.tensor([not saved, stops], dtype=torch.float64)
+            self.sum_over_ranks(votes)
+            if not votes[0]:
+                self.heartbeat.beat(section=Section.STEP)
+                return
+            if votes[1]:
+                raise SaveRefusedError(f"the job is to stop, and step {self.step} is not saved")
+            time.sleep(wait_s)
+        raise CheckpointError(
+            "HF305",
+            f"the state of the last step, {self.step}, could not be saved in "
+            f"{sum(LAST_SAVE_WAITS_S):.0f} s: see checkpoint.failed in the events, let "
+            "checkpoint.dir be written, and resume; the newest earlier checkpoint counts",
+        )
 
     def _compare_replicas(self, *, before_save: bool) -> None:
         if self.guard.check_due(self.step, before_save=before_save):

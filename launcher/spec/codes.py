@@ -250,6 +250,7 @@ _TABLE: Final = {
     "HF302": ("The board cannot be read.", "Check the run directory's file system."),
     "HF303": ("A checkpoint of another global batch.", "Use the one it was made with."),
     "HF304": ("The checkpoint a run starts from cannot be used.", "Use another step."),
+    "HF305": ("The last state could not be saved.", "Let checkpoint.dir be written, and resume."),
     # Checkpoints out to and in from Hugging Face's format.
     "HF320": ("The checkpoint to export is damaged.", "Export another step, or restore the files."),
     "HF321": ("The target of an export or import is there already.", "Name a new one."),

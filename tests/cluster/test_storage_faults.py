@@ -1,10 +1,15 @@
-"""Shared storage that stands still or is slow: epochs that run go on, and lose nothing."""
+"""Shared storage that stands still, is slow or refuses: epochs that run go on, and lose nothing."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
-from fault_matrix import LAYOUTS, check, events, losses, run_case, story
+from fault_matrix import LAYOUTS, Layout, check, events, losses, run_case, story
+from fault_matrix import STEPS as CASE_STEPS
 from frozen_storage import Disk, Freeze, Freezer, why_not
+
+from elastic_trainer.state.manifest import directory_name
 
 LAYOUT = LAYOUTS["dp3"]
 STEPS = 1500
@@ -72,3 +77,37 @@ def test_frozen_and_slow_storage_stop_commits_and_new_epochs_but_not_training(tm
     later = [t_unix for t_unix in formed if t_unix > frozen[0]]
     assert min(later) >= with_death[1] - 0.1, told
     assert result.summary["committed_steps_redone"] == 0
+
+
+@pytest.mark.timeout(240)
+def test_a_last_save_that_fails_is_tried_again(tmp_path):
+    place, run_dir = tmp_path / "checkpoints", tmp_path / "run"
+    names = [place / directory_name(CASE_STEPS, 1, attempt) for attempt in range(1, 1000)]
+    ended = threading.Event()
+
+    def seen(event):
+        while not events(run_dir, event):
+            if ended.wait(0.01):
+                return False
+        return True
+
+    def take_names():
+        """Have none left for the checkpoint before workers have started, until one has failed."""
+        if seen("run.started"):
+            for name in names:
+                name.mkdir(parents=True)
+        if seen("checkpoint.failed"):
+            names[0].rmdir()
+
+    taker = threading.Thread(target=take_names)
+    taker.start()
+    sets = ("checkpoint.every_steps=null", "checkpoint.every_s=600", f"checkpoint.dir={place}")
+    try:
+        result = run_case(tmp_path, Layout("dp2", "{dp: auto}", nodes=2), sets=sets)
+    finally:
+        ended.set()
+        taker.join()
+    check(result, {})
+    assert events(run_dir, "checkpoint.failed")
+    assert [e["step"] for e in events(run_dir, "checkpoint.committed")] == [CASE_STEPS]
+    assert len(events(run_dir, "epoch.formed")) == 1

@@ -60,6 +60,8 @@ SHARED = [
     "torch.distributed.DistBackendError: NCCL error in: init.cc:1, ncclInternalError",
     "BoardAwayError: the board did not answer for 60 s: OSError: [Errno 116] Stale file handle",
     "BoardAwayError: the board did not answer for 60 s: NotSentError: Connection reset by peer",
+    "SaveRefusedError: the state of step 9 could not be saved: OSError: [Errno 116] Stale file",
+    "ApiError: HF531 the state of step 9 could not be kept: see checkpoint.failed in the events",
 ]
 SERVICES = [
     "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='hub', port=443)",
