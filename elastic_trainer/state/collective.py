@@ -13,14 +13,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_trainer.record.failures import plain_text
 from elastic_trainer.state.errors import CheckpointError, DamagedError, SaveFailedError
+from elastic_trainer.storage.files import OUTAGES
 from elastic_trainer.worker.rank_grid import RankGrid, as_tensor
 
+_FAILED, _AWAY, _GOOD = range(3)
+"""How a step ended on a rank, the worst first."""
 FAILURES = (Exception, CheckpointException)
 """What a step can fail with; DCP's exception is a BaseException and slips through `Exception`."""
 
 
 class StepFailedError(Exception):
     """A step failed on some rank and was given up by all; no rank is still in it."""
+
+
+class StorageAwayError(StepFailedError):
+    """A step failed since storage is away on this rank: nothing is known to be damaged.
+
+    `failures.py` knows it and its kind below by name.
+    """
+
+
+class PeerStorageAwayError(StorageAwayError):
+    """The same on another rank: no failure of this node."""
 
 
 OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
@@ -40,6 +54,15 @@ def describe(error: BaseException) -> str:
         return describe(behind)
     text = plain_text(str(error))
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Whether an error comes of storage that is away."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in OUTAGES:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Collective:
@@ -78,18 +101,23 @@ class Collective:
 
         Raises:
             StepFailedError: on every rank, when it failed on any.
+            StorageAwayError: of these, where storage was away on each rank that failed.
         """
-        reason = None
+        reason, outcome = None, _GOOD
         try:
             step()
         except StepFailedError:
             raise  # of a step inside: all ranks know
         except FAILURES as error:
-            reason = describe(error)
-        good = torch.tensor([reason is None], dtype=torch.int32)
-        self.grid.all_reduce(good, dist.ReduceOp.MIN)
-        if not good.item():
-            self._raise_first(reason)
+            reason, outcome = describe(error), _AWAY if _is_away(error) else _FAILED
+        worst = torch.tensor([outcome], dtype=torch.int32)
+        self.grid.all_reduce(worst, dist.ReduceOp.MIN)
+        if worst.item() == _GOOD:
+            return
+        told = self._first(reason)
+        if worst.item() == _FAILED:
+            raise StepFailedError(told)
+        raise PeerStorageAwayError(told) if reason is None else StorageAwayError(told)
 
     def maxima(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' values, place by place."""
@@ -147,10 +175,11 @@ class Collective:
         own = raw if self.rank == rank else b""
         return self._filled(self.maxima([len(own)])[0], 0, own)
 
-    def _raise_first(self, reason: str | None) -> None:
+    def _first(self, reason: str | None) -> str:
+        """Return the `reason` of the first rank that has one, and how many more have."""
         failed = torch.tensor([reason is not None], dtype=torch.int32)
         self.grid.all_reduce(failed)
         rank = -self.maxima([-self.world_size if reason is None else -self.rank])[0]
         text = self._from(rank, (reason or "").encode()).decode()
         more = f" (and {failed.item() - 1} more ranks)" if failed.item() > 1 else ""
-        raise StepFailedError(f"rank {rank}: {text}{more}")
+        return f"rank {rank}: {text}{more}"

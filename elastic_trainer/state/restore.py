@@ -16,7 +16,13 @@ from elastic_trainer.board.state import (
     ask_patiently,
 )
 from elastic_trainer.plan.config import StartFrom
-from elastic_trainer.state.collective import Collective, StepFailedError, describe
+from elastic_trainer.state.collective import (
+    Collective,
+    PeerStorageAwayError,
+    StepFailedError,
+    StorageAwayError,
+    describe,
+)
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError, DamagedError
 from elastic_trainer.state.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.state.reader import CheckpointReader
@@ -38,11 +44,14 @@ def restore(
     Raises:
         CheckpointError: HF301, none of the commits can be used; HF303, the data cursor does not fit
             the job.
+        StorageAwayError: a node cannot read what another can.
     """
     skipped: list[str] = []
     for commit in reversed(commits):
         try:
             _load_commit(commit, state, storage, group, global_batch=global_batch)
+        except StorageAwayError:
+            raise  # an older one would cost steps, and that node can read none
         except StepFailedError as error:
             skipped.append(f"{commit.dir}: {error}")
             on_skip(commit, str(error))
@@ -120,6 +129,7 @@ def restore_from(
     Raises:
         CheckpointError: HF304, it cannot be used: never a silent start from nothing; HF303, the
             data cursor does not fit the job.
+        StorageAwayError: a node cannot read what another can.
     """
     commit = Commit(
         epoch=start.epoch, step=start.step, dir=start.dir, manifest_sha256=start.manifest_sha256
@@ -127,6 +137,8 @@ def restore_from(
     storage = CheckpointStorage(Path(start.checkpoints))
     try:
         _load_commit(commit, state, storage, group, global_batch=global_batch)
+    except StorageAwayError:
+        raise
     except StepFailedError as error:
         raise CheckpointError(
             "HF304",
@@ -145,10 +157,19 @@ def _load_commit(
     *,
     global_batch: int | None,
 ) -> None:
-    content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
-    manifest = Manifest.decode(content.encode())
-    mine = share_of(manifest.files, group.rank, group.world_size)
-    group.together(lambda: storage.verify(commit.dir, manifest, mine))
+    found: list[str] = []
+
+    def read(rank: int) -> None:
+        if rank == 0:
+            found.append(storage.read_manifest(commit).encode().decode())
+
+    def verify(rank: int) -> None:
+        mine = share_of(manifest.files, rank, group.world_size)
+        storage.verify(commit.dir, manifest, mine)
+
+    _together(read, group)
+    manifest = Manifest.decode(group.by_first(lambda: found[0]).encode())
+    _together(verify, group)
     # With other batches samples would be lost or repeated.
     if global_batch is not None and manifest.consumed_samples != manifest.step * global_batch:
         raise CheckpointError(
@@ -165,3 +186,32 @@ def _load_commit(
             raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")
 
     group.together(load)
+
+
+def _together(read: Callable[[int], None], group: Collective) -> None:
+    """Have each rank read its part; where storage is away, another rank the same; collective.
+
+    That is the rank half of the world away, on another node if there is one.
+
+    Raises:
+        StorageAwayError: others can read all that this rank or its peers cannot.
+        StepFailedError: of a part nobody of two can read, or what is wrong with it.
+    """
+    try:
+        group.together(lambda: read(group.rank))
+    except StorageAwayError as error:
+        here = not isinstance(error, PeerStorageAwayError)
+        away = group.maxima([int(here and rank == group.rank) for rank in range(group.world_size)])
+        other = (group.rank - group.world_size // 2) % group.world_size
+
+        def read_for_other() -> None:
+            if away[other] and here:
+                raise DamagedError("it cannot read either") from None
+            if away[other]:
+                read(other)
+
+        try:
+            group.together(read_for_other)
+        except StepFailedError as again:
+            raise StepFailedError(f"{error}; nor can others: {again}") from None
+        raise

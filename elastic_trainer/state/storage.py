@@ -23,6 +23,7 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.storage.files import (
+    OUTAGES,
     fsync,
     look_afresh,
     of_each,
@@ -59,7 +60,8 @@ class CheckpointStorage:
             elif not os.access(self.root, os.W_OK | os.X_OK):
                 reason = "no permission, or mounted read-only"
         except OSError as error:
-            reason = error.strerror
+            if error.errno not in OUTAGES:  # else a save will say so, and try again
+                reason = error.strerror
         if reason is not None:
             raise CheckpointError(
                 "HF204",

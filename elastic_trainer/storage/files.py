@@ -32,6 +32,11 @@ CLAIM_S: Final = 5.0
 _POLL_S: Final = 0.02
 _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 """What file systems without hard links say, by their kind."""
+OUTAGES: Final = {
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EAGAIN),
+}
+"""What a storage says that is away, of all that it has: time may help, or another node."""
 
 
 def write_new(

@@ -22,7 +22,11 @@ from checkpoint_world import (
 )
 
 from elastic_trainer.board.state import update
+from elastic_trainer.record.failures import Kind, classify
+from elastic_trainer.state import storage
+from elastic_trainer.state.collective import StepFailedError
 from elastic_trainer.state.errors import CheckpointError
+from elastic_trainer.storage import files
 
 POINTS = ("made", "data", "written", "manifest", "committed")
 
@@ -104,6 +108,56 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path):
     assert re.match(r"HF301 .*\b3\b", read[-2])
     assert "step-000000001-e000001: rank " in read[-2]
     assert read[-1][0] is None
+
+
+def unread_each(cases):
+    """Restore while `culprits` cannot read `name` of step 3; if that fails, again once they can."""
+    return [_unread(Path(run), name, culprits) for run, name, culprits in cases]
+
+
+def _unread(run, name, culprits):
+    trainer = Trainer(run, seed=99, epoch=2)
+    look, told = storage.open_regular, []
+    path_of_it = run / "checkpoints" / "step-000000003-e000001" / name
+
+    def fails(path, *args, **kwargs):
+        if path == path_of_it and dist.get_rank() in culprits and not told:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *args, **kwargs)
+
+    storage.open_regular = files.open_regular = fails
+    try:
+        return trainer.restore(), told
+    except StepFailedError as error:
+        told.append(f"{type(error).__name__}: {error}")
+        return trainer.restore(), told
+    finally:
+        storage.open_regular = files.open_regular = look
+        trainer.close()
+
+
+def test_a_checkpoint_that_one_node_cannot_read_is_no_worse_for_it(tmp_path):
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    run_world(2, tmp_path, three_saves, origin)
+
+    def cases(culprits):
+        return [
+            (shutil.copytree(origin, tmp_path / f"{name}-{len(culprits)}"), name, culprits)
+            for name in ("manifest.json", "__0_0.distcp")
+        ]
+
+    one, both = cases([0]), cases([0, 1])
+    mine, others = run_world(2, tmp_path, unread_each, [*one, *both])
+    for (run, name, _), (step, [here]), (_, [there]) in zip(one, mine, others, strict=False):
+        assert step == 3
+        assert not events(run, "checkpoint.skipped")
+        assert classify(code=1, signal=None, log_tail=here).kind is Kind.INFRASTRUCTURE
+        assert classify(code=1, signal=None, log_tail=there).kind is Kind.COLLATERAL
+        assert f"{name}: {os.strerror(errno.EIO)}" in here
+    for (run, _, _), answer in zip(both, mine[2:], strict=True):
+        assert answer == [2, []]
+        assert [event.step for event in events(run, "checkpoint.skipped")] == [3]
 
 
 def die_at(run, point):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import os
 import queue
@@ -33,6 +34,7 @@ from elastic_trainer.record.events import Event
 from elastic_trainer.state import manager as manager_module
 from elastic_trainer.state import restore as restore_module
 from elastic_trainer.state import state as state_module
+from elastic_trainer.state import storage
 from elastic_trainer.state.errors import BoardAwayError, CheckpointError
 from elastic_trainer.state.manager import CheckpointManager
 from elastic_trainer.state.restore import agreed_board
@@ -295,6 +297,22 @@ def test_when_all_of_its_own_are_damaged_the_start_is_no_way_out(tmp_path):
     damage(tmp_path / "ours")
     with pytest.raises(CheckpointError, match="HF301"):
         Run(tmp_path / "ours", start=start_of(source)).restore()
+
+
+def test_where_no_other_node_can_read_a_checkpoint_the_one_before_counts(tmp_path, monkeypatch):
+    ours = Run(tmp_path)
+    ours.step()
+    assert ours.save(3)
+    assert ours.save(4)
+    look = storage.open_regular
+
+    def fails(path, *args, **kwargs):
+        if "step-000000004" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(storage, "open_regular", fails)
+    assert Run(tmp_path).restore() == 3
 
 
 def test_torch_reads_our_checkpoints(tmp_path):

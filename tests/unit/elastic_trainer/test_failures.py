@@ -30,6 +30,7 @@ COLLATERAL = [
     "DistBackendError: NCCL error: remote process exited or there was a network error",
     "ncclRemoteError: A call failed possibly due to a network error",
     "DistNetworkError: failed to recv, got 0 bytes",
+    "PeerStorageAwayError: rank 3: __3_0.distcp: Stale file handle",
     "DistStoreError: wait timeout after 300000ms, keys: /default_pg/0",
 ]
 PORT_TAKEN = "DistNetworkError: failed to bind (errno: 98 - Address already in use)"
@@ -60,6 +61,7 @@ SHARED = [
     "torch.distributed.DistBackendError: NCCL error in: init.cc:1, ncclInternalError",
     "BoardAwayError: the board did not answer for 60 s: OSError: [Errno 116] Stale file handle",
     "BoardAwayError: the board did not answer for 60 s: NotSentError: Connection reset by peer",
+    "StorageAwayError: rank 3: __3_0.distcp: Connection timed out (and 1 more ranks)",
     "SaveRefusedError: the state of step 9 could not be saved: OSError: [Errno 116] Stale file",
     "ApiError: HF531 the state of step 9 could not be kept: see checkpoint.failed in the events",
 ]
