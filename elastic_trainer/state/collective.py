@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_trainer.record.failures import plain_text
 from elastic_trainer.state.errors import CheckpointError, DamagedError, SaveFailedError
-from elastic_trainer.storage.files import OUTAGES
+from elastic_trainer.storage.files import outage_of
 from elastic_trainer.worker.rank_grid import RankGrid, as_tensor
 
 _FAILED, _AWAY, _GOOD = range(3)
@@ -54,15 +54,6 @@ def describe(error: BaseException) -> str:
         return describe(behind)
     text = plain_text(str(error))
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
-
-
-def _is_away(error: BaseException | None) -> bool:
-    """Whether an error comes of storage that is away."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in OUTAGES:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 class Collective:
@@ -109,7 +100,7 @@ class Collective:
         except StepFailedError:
             raise  # of a step inside: all ranks know
         except FAILURES as error:
-            reason, outcome = describe(error), _AWAY if _is_away(error) else _FAILED
+            reason, outcome = describe(error), _AWAY if outage_of(error) else _FAILED
         worst = torch.tensor([outcome], dtype=torch.int32)
         self.grid.all_reduce(worst, dist.ReduceOp.MIN)
         if worst.item() == _GOOD:

@@ -23,11 +23,11 @@ from elastic_trainer.state.manifest import (
     superseded,
 )
 from elastic_trainer.storage.files import (
-    OUTAGES,
     fsync,
     look_afresh,
     of_each,
     open_regular,
+    outage_of,
     read_regular,
     write_new,
 )
@@ -60,7 +60,7 @@ class CheckpointStorage:
             elif not os.access(self.root, os.W_OK | os.X_OK):
                 reason = "no permission, or mounted read-only"
         except OSError as error:
-            if error.errno not in OUTAGES:  # else a save will say so, and try again
+            if outage_of(error) is None:  # else a save will say so, and try again
                 reason = error.strerror
         if reason is not None:
             raise CheckpointError(

@@ -39,6 +39,15 @@ OUTAGES: Final = {
 """What a storage says that is away, of all that it has: time may help, or another node."""
 
 
+def outage_of(error: BaseException | None) -> OSError | None:
+    """Return the error of a storage that is away which `error` is, or was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in OUTAGES:
+            return error
+        error = error.__cause__
+    return None
+
+
 def write_new(
     path: Path, content: bytes, *, durable: bool = False, mode: int | None = None
 ) -> None:

@@ -18,6 +18,7 @@ from elastic_trainer.data import DataError
 from elastic_trainer.model.decoder import ModelError
 from elastic_trainer.record.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.state.errors import CheckpointError
+from elastic_trainer.storage.files import outage_of
 from elastic_trainer.train import warm_up as standby
 from elastic_trainer.train.guard import NumbersError
 from elastic_trainer.train.trainer import run_worker
@@ -28,7 +29,7 @@ preload(os.environ)
 warm_up = standby.warm_up
 """Of a standby, called by the zygote."""
 USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
-"""A restart cannot help: exit 93."""
+"""A restart cannot help: exit 93, unless storage is away."""
 
 
 def main(hold: Callable[[], float] | None = None) -> int:
@@ -36,9 +37,10 @@ def main(hold: Callable[[], float] | None = None) -> int:
     try:
         return run_worker(built=standby.forget_others, hold=hold)
     except USER_ERRORS as error:
-        write_error_file(error)
+        outage = outage_of(error)  # nobody's mistake
+        write_error_file(outage or error)
         sys.stderr.write(f"{error}\n")
-        return EXIT_DO_NOT_RESTART
+        return EXIT_DO_NOT_RESTART if outage is None else 1
     except BaseException as error:  # noqa: BLE001
         # CheckpointException is a BaseException: every end leaves its error file.
         write_error_file(error)

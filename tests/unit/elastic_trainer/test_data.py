@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError
 from elastic_trainer.data.corpus import FlatWindows
-from elastic_trainer.record.failures import Action, classify
+from elastic_trainer.record.failures import Action, Kind, classify
 from elastic_trainer.train import main as train
 
 UNKNOWN = "[U]"
@@ -305,6 +305,25 @@ def test_a_mistake_is_named_with_its_way_out_and_not_tried_again(
     assert message.startswith(f"DataError: {code} data.")
     assert all(text in message for text in words), message
     assert classify(code=93, signal=None, record=record).action is Action.STOP
+
+
+def test_storage_that_is_away_is_no_mistake(tmp_path, monkeypatch):
+    """An error of one node's mount does not end the job."""
+    error_file, corpus, look = tmp_path / "error.json", tmp_path / "a.txt", Path.open
+    corpus.write_text("abcdef")
+
+    def away(path, *args, **kwargs):
+        if path == corpus:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    monkeypatch.setattr(Path, "open", away)
+    monkeypatch.setattr(train, "run_worker", lambda **_: corpus_of(corpus, tmp_path))
+    assert train.main() == 1
+    failure = classify(code=1, signal=None, record=json.loads(error_file.read_text()))
+    assert (failure.kind, failure.action) == (Kind.INFRASTRUCTURE, Action.RESTART)
+    assert str(corpus) in failure.detail
 
 
 @pytest.fixture
